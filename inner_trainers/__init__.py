@@ -1,0 +1,1 @@
+"""Inner training: recipes, tasks, trainers, sessions and evaluation. Usable without Gymnasium."""

@@ -1,0 +1,322 @@
+"""The contracts every layer above sees: `InnerTrainer`, `TrainingSession`, and the records they exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from .recipe import Adjustment, Recipe
+
+if TYPE_CHECKING:
+    from .tasks.base import InnerTask
+
+CAUSES = ("hyperparameter", "data", "algorithm_mismatch", "resources", "environment")
+"""Causes of a failed round, in the fixed order used by observations."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What something cost, counted and timed. Costs add.
+
+    Attributes:
+        trained_tokens: tokens that went forward and backward.
+        generated_tokens: tokens sampled.
+        scored_tokens: tokens that went forward only (prompts, reference log-probabilities).
+        flops: 6·N per trained, 2·N per generated or scored token, N the parameters used; frozen parameters count
+            4·N per trained token (their weight gradients are not computed).
+        device_seconds: wall-clock seconds times devices. A clock decides it, so it never enters an observation
+            unless the budget itself is in seconds.
+    """
+
+    trained_tokens: int = 0
+    generated_tokens: int = 0
+    scored_tokens: int = 0
+    flops: float = 0.0
+    device_seconds: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.trained_tokens + other.trained_tokens,
+            self.generated_tokens + other.generated_tokens,
+            self.scored_tokens + other.scored_tokens,
+            self.flops + other.flops,
+            self.device_seconds + other.device_seconds,
+        )
+
+    def times(self, factor: int) -> Cost:
+        """Return this cost ``factor`` times over."""
+        return Cost(
+            self.trained_tokens * factor,
+            self.generated_tokens * factor,
+            self.scored_tokens * factor,
+            self.flops * factor,
+            self.device_seconds * factor,
+        )
+
+    def in_unit(self, unit: str) -> float:
+        """Return the amount in a budget unit.
+
+        ``"train_tokens"`` weighs a generated or scored token as a third of a trained one, the ratio of 2·N to 6·N;
+        ``"flops"`` and ``"device_seconds"`` are as recorded.
+        """
+        if unit == "train_tokens":
+            return self.trained_tokens + (self.generated_tokens + self.scored_tokens) / 3
+        if unit == "flops":
+            return self.flops
+        return self.device_seconds
+
+
+UNITS = ("train_tokens", "flops", "device_seconds")
+"""Units a budget can have."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A hard limit on the training cost of one round: ``amount`` of ``unit`` (one of `UNITS`)."""
+
+    unit: str
+    amount: float
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Weights held in memory, with where they came from.
+
+    Attributes:
+        id: ``"base"`` for the task's own weights, else the hash of (parent, recipe, seed, task).
+        weights: parameter name -> CPU tensor, or whatever the inner trainer keeps there.
+        depth: rounds between the base weights and these.
+    """
+
+    id: str
+    weights: Any = field(repr=False, compare=False)
+    depth: int = 0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a round failed.
+
+    Attributes:
+        cause: one of `CAUSES`.
+        kind: short name of the fault, for example ``"diverged"``, ``"oom"``, ``"nothing_supervised"``.
+        step: optimiser step (from 1) at which it was seen; 0 before the first.
+        evidence: one sentence with the numbers that show it.
+    """
+
+    cause: str
+    kind: str
+    step: int
+    evidence: str
+
+
+@dataclass(frozen=True)
+class DimensionScore:
+    """One benchmark dimension of a scorecard; every entry is in [0, 1].
+
+    Attributes:
+        mean: mean verifier score over items and samples.
+        standard_error: standard error of ``mean`` over items.
+        pass_at_1: share of samples with full score.
+        pass_at_k: unbiased estimate (Chen et al. 2021) that one of ``k`` samples has full score.
+        format_rate: share of samples that have the asked form.
+    """
+
+    mean: float
+    standard_error: float
+    pass_at_1: float
+    pass_at_k: float
+    format_rate: float
+
+
+@dataclass(frozen=True)
+class Scorecard:
+    """What a checkpoint scored on one split.
+
+    Attributes:
+        split: ``"validation"`` or ``"test"``.
+        dimensions: dimension name -> scores, in sorted order.
+        score: mean weighted by the benchmark's weights, in [0, 1].
+        standard_error: standard error of ``score``, treating dimensions as independent.
+        k: the ``k`` of pass@k.
+        items: number of items.
+        samples: number of samples per item.
+        empty_share: share of completions without a token before the end token.
+        clipped_share: share of completions cut at the length limit.
+    """
+
+    split: str
+    dimensions: Mapping[str, DimensionScore]
+    score: float
+    standard_error: float
+    k: int
+    items: int
+    samples: int
+    empty_share: float = 0.0
+    clipped_share: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Scorecard:
+        """Read `to_dict` back."""
+        dims = {name: DimensionScore(**entry) for name, entry in data["dimensions"].items()}
+        return cls(**{**data, "dimensions": dims})
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """The record of one round, carried from the trainer to the reward, the observation and the log.
+
+    Attributes:
+        recipe: what was asked.
+        start: id of the checkpoint it started from.
+        seed: the trainer's seed.
+        checkpoint: id of the checkpoint it made; None when it failed.
+        steps: optimiser steps done.
+        ended: ``"finished"``, ``"budget"`` (cut at the limit), ``"stopped"`` (by an adjustment) or ``"failed"``.
+        supervised_tokens: tokens that carried a loss.
+        rows_without_supervision: rows of the mix that kept no completion token at ``max_length``.
+        training_cost: cost of the optimiser steps and their rollouts.
+        evaluation_cost: cost of the scorecard; zero until evaluated.
+        scorecard: validation scores of the checkpoint; None when it failed.
+        failure: why it failed, or None.
+        curves: per optimiser step, name -> value: ``step``, ``loss``, ``grad_norm``, ``learning_rate`` as used, and what the algorithm adds.
+        flags: sentences a person should read (truncated rows, clipped completions).
+        cached: whether an equal earlier round answered; its cost is then zero.
+        recorded: whether recorded or modelled rounds answered instead of training.
+        wall_seconds: elapsed time; never part of an observation.
+    """
+
+    recipe: Recipe
+    start: str
+    seed: int
+    checkpoint: str | None
+    steps: int
+    ended: str
+    supervised_tokens: int = 0
+    rows_without_supervision: int = 0
+    training_cost: Cost = field(default_factory=Cost)
+    evaluation_cost: Cost = field(default_factory=Cost)
+    scorecard: Scorecard | None = None
+    failure: Failure | None = None
+    curves: tuple[Mapping[str, float], ...] = ()
+    flags: tuple[str, ...] = ()
+    cached: bool = False
+    recorded: bool = False
+    wall_seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def cost(self) -> Cost:
+        """Training and evaluation together."""
+        return self.training_cost + self.evaluation_cost
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types; non-finite curve values become None, as JSON has none."""
+        data = asdict(replace(self, recipe=None, curves=()))  # type: ignore[arg-type]
+        data["recipe"] = self.recipe.to_dict()
+        data["curves"] = [{k: (v if v == v and abs(v) != float("inf") else None) for k, v in row.items()}
+                          for row in self.curves]
+        data["flags"] = list(self.flags)
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RoundReport:
+        """Read `to_dict` back.
+
+        Raises:
+            ValueError, KeyError, TypeError: the data is not a report.
+        """
+        values = dict(data)
+        values["recipe"] = Recipe.from_dict(values["recipe"])
+        values["training_cost"] = Cost(**values["training_cost"])
+        values["evaluation_cost"] = Cost(**values["evaluation_cost"])
+        if values["scorecard"] is not None:
+            values["scorecard"] = Scorecard.from_dict(values["scorecard"])
+        if values["failure"] is not None:
+            values["failure"] = Failure(**values["failure"])
+        values["curves"] = tuple(
+            {k: (float("nan") if v is None else v) for k, v in row.items()} for row in values["curves"]
+        )
+        values["flags"] = tuple(values["flags"])
+        return cls(**values)
+
+
+class TrainingSession(Protocol):
+    """A round that is running. Use from one thread; `close` may be called at any moment and any number of times."""
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps done."""
+
+    @property
+    def done(self) -> bool:
+        """Whether no further step will be taken."""
+
+    def advance(self, steps: int | None = None) -> Mapping[str, float]:
+        """Take up to ``steps`` optimiser steps (all that are left when None); return the last step's curve row.
+
+        A fault in training ends the session instead of raising: see `result`.
+        """
+
+    def apply(self, adjustment: Adjustment) -> None:
+        """Change the round from the next step on.
+
+        Raises:
+            ValueError: the round has ended, or this algorithm cannot take the adjustment.
+        """
+
+    def result(self) -> tuple[RoundReport, Checkpoint | None]:
+        """Close the session; return its report (without scorecard) and the checkpoint, None after a failure."""
+
+    def close(self) -> None:
+        """End training now and free everything it holds."""
+
+
+@runtime_checkable
+class InnerTrainer(Protocol):
+    """Runs rounds on tasks and evaluates checkpoints."""
+
+    recorded: bool
+    """Whether its answers come from recorded or modelled rounds instead of training."""
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        """Names of the algorithms it knows, in a fixed order."""
+
+    def available(self, task: InnerTask) -> tuple[bool, ...]:
+        """Return for each of `algorithms` whether the task has the data it needs."""
+
+    def base(self, task: InnerTask) -> Checkpoint:
+        """Return the task's base weights."""
+
+    def parameters(self, task: InnerTask) -> int:
+        """Return the number of parameters of the task's model."""
+
+    def check(self, task: InnerTask, recipe: Recipe) -> None:
+        """Refuse a recipe that cannot run on the task, before anything heavy is loaded.
+
+        Raises:
+            ValueError: what does not fit, with the values that would.
+        """
+
+    def step_cost_bound(self, task: InnerTask, recipe: Recipe) -> Cost:
+        """Return the most one optimiser step of the recipe can cost (device-seconds zero when unknown)."""
+
+    def evaluation_cost_bound(self, task: InnerTask, split: str) -> Cost:
+        """Return the most one evaluation can cost (device-seconds zero when unknown)."""
+
+    def begin(
+        self, task: InnerTask, recipe: Recipe, start: Checkpoint, seed: int, limit: Limit | None = None
+    ) -> TrainingSession:
+        """Start a round, parked before its first step; no step is taken that could pass ``limit``.
+
+        Raises:
+            ValueError: as `check`.
+        """
+
+    def evaluate(self, task: InnerTask, checkpoint: Checkpoint, split: str) -> tuple[Scorecard, Cost]:
+        """Score a checkpoint on one split; deterministic."""

@@ -1,0 +1,57 @@
+"""Wording that every layer's errors share: the did-you-mean and number checks."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` plus the known names, ready to end an error message."""
+    names = sorted(str(name) for name in known)
+    close = difflib.get_close_matches(str(given), names, n=1, cutoff=0.5)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"{hint} Known: {', '.join(names) if names else 'none'}."
+
+
+def require_number(
+    name: str,
+    value: object,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    low_open: bool = False,
+) -> float:
+    """Return ``value`` as a float, or raise ``ValueError`` naming the setting and its range.
+
+    Args:
+        name: the setting, as the user spells it.
+        value: what was given; booleans, strings and NaN are refused.
+        low: smallest allowed value.
+        high: largest allowed value.
+        low_open: whether ``low`` itself is refused.
+
+    Raises:
+        ValueError: not a finite number, or outside the range.
+    """
+    bracket = "(" if low_open else "["
+    wanted = f"a number in {bracket}{low:g}, {high:g}]"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+            return require_number(name, value.item(), low=low, high=high, low_open=low_open)
+        raise ValueError(f"{name}: expected {wanted}, got {value!r} ({type(value).__name__}).")
+    number = float(value)
+    if not math.isfinite(number) or number < low or number > high or (low_open and number == low):
+        raise ValueError(f"{name}: expected {wanted}, got {value!r}.")
+    return number
+
+
+def require_integer(name: str, value: object, *, low: int, high: int) -> int:
+    """Return ``value`` as an int, or raise ``ValueError`` naming the setting and its range."""
+    if isinstance(value, bool) or not (isinstance(value, int) or hasattr(value, "__index__")):
+        raise ValueError(f"{name}: expected an integer in [{low}, {high}], got {value!r} ({type(value).__name__}).")
+    number = int(value)
+    if not low <= number <= high:
+        raise ValueError(f"{name}: expected an integer in [{low}, {high}], got {number}.")
+    return number

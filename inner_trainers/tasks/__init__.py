@@ -1,0 +1,50 @@
+"""Inner tasks: the abstract bases, and the built-in families by name."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from ..messages import did_you_mean
+from .base import Benchmark, InnerTask, Item, SingleTask, Source, TaskFamily
+
+__all__ = ["BUILT_IN", "Benchmark", "InnerTask", "Item", "SingleTask", "Source", "TaskFamily", "resolve_task"]
+
+BUILT_IN = {"letters": "posttrain_gym.inner_trainers.tasks.letters:LettersFamily"}
+"""Built-in task families: name -> ``module:Class``."""
+
+
+def resolve_task(task: str | InnerTask | TaskFamily | type[Any]) -> TaskFamily:
+    """Return the family behind a built-in name, ``module:Class``, an object or a class.
+
+    Raises:
+        ValueError: no such name, module or class, or something that is neither a task nor a family.
+    """
+    given: Any = task
+    if isinstance(given, str):
+        target = BUILT_IN.get(given, given)
+        if ":" not in target:
+            raise ValueError(
+                f"task: no built-in task is called {given!r}.{did_you_mean(given, BUILT_IN)} "
+                "A task of your own is given as 'module:Class'."
+            )
+        module_name, _, attribute = target.partition(":")
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"task {given!r}: module {error.name!r} cannot be imported; run from its folder or put it on PYTHONPATH."
+            ) from error
+        if not hasattr(module, attribute):
+            raise ValueError(
+                f"task {given!r}: module {module_name!r} has no {attribute!r}."
+                f"{did_you_mean(attribute, [n for n in vars(module) if not n.startswith('_')])}"
+            )
+        given = getattr(module, attribute)
+    if isinstance(given, type):
+        given = given()
+    if isinstance(given, TaskFamily):
+        return given
+    if isinstance(given, InnerTask):
+        return SingleTask(given)
+    raise ValueError(f"task: expected a name, an InnerTask or a TaskFamily, got {type(given).__name__}.")

@@ -1,0 +1,273 @@
+"""What is to be improved: `InnerTask` with its `Source`s and its `Benchmark`, and `TaskFamily`, which draws tasks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..messages import did_you_mean, require_number
+
+if TYPE_CHECKING:
+    from ..base import InnerTrainer
+
+Row = Mapping[str, Any]
+Verifier = Callable[[Row, str], float]
+
+ROW_COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "demonstrations": ("prompt", "completion"),
+    "preferences": ("prompt", "chosen", "rejected"),
+    "prompts": ("prompt",),
+    "text": ("text",),
+}
+"""Kinds of training rows, with the columns each must have. ``prompts`` rows also need the source's verifier."""
+
+SPLITS = ("validation", "test")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One named pool of training rows; it may hold rows of more than one kind.
+
+    Attributes:
+        name: what recipes call it in their mix.
+        rows: kind (a key of `ROW_COLUMNS`) -> rows.
+        verifier: ``verifier(row, completion) -> reward`` for ``prompts`` rows; the completion is text without its end token.
+    """
+
+    name: str
+    rows: Mapping[str, Sequence[Row]]
+    verifier: Verifier | None = None
+
+    def __post_init__(self) -> None:
+        """Check kinds and columns.
+
+        Raises:
+            ValueError: an unknown kind, an empty kind, a row without its columns (numbered from 1), or prompts without a verifier.
+        """
+        for kind, rows in self.rows.items():
+            if kind not in ROW_COLUMNS:
+                raise ValueError(f"source {self.name!r}: unknown kind {kind!r}.{did_you_mean(kind, ROW_COLUMNS)}")
+            if len(rows) == 0:
+                raise ValueError(f"source {self.name!r}: no {kind} rows; leave the kind out instead.")
+            for number, row in enumerate(rows, start=1):
+                for column in ROW_COLUMNS[kind]:
+                    if not isinstance(row.get(column), str):
+                        raise ValueError(
+                            f"source {self.name!r}, {kind} row {number}: column {column!r} must be text, "
+                            f"got {row.get(column)!r}."
+                        )
+        if "prompts" in self.rows and self.verifier is None:
+            raise ValueError(f"source {self.name!r}: prompts rows need a verifier.")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One benchmark question.
+
+    Attributes:
+        prompt: the text given to the model.
+        dimension: the benchmark dimension it belongs to.
+        data: whatever the benchmark's scorer needs (the right answer, the asked format).
+    """
+
+    prompt: str
+    dimension: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+def always_well_formed(item: Item, completion: str) -> bool:
+    """Return True: the format check of a benchmark that has none."""
+    return True
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Weighted dimensions a checkpoint is scored on, with disjoint validation and test items.
+
+    Attributes:
+        weights: dimension -> weight; weights are > 0 and sum to 1.
+        validation: items that drive the reward.
+        test: items that only reports use.
+        score: ``score(item, completion) -> float in [0, 1]``.
+        well_formed: whether a completion has the asked form, right or wrong.
+        max_new_tokens: longest completion, in tokens.
+    """
+
+    weights: Mapping[str, float]
+    validation: Sequence[Item]
+    test: Sequence[Item]
+    score: Callable[[Item, str], float]
+    well_formed: Callable[[Item, str], bool] = always_well_formed
+    max_new_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        """Check weights, dimensions and split isolation.
+
+        Raises:
+            ValueError: weights that do not sum to 1, a dimension without items, or an item in both splits.
+        """
+        for name, weight in self.weights.items():
+            require_number(f"benchmark.weights.{name}", weight, low=0, high=1, low_open=True)
+        if abs(math.fsum(self.weights.values()) - 1) > 1e-6:
+            raise ValueError(f"benchmark: weights must sum to 1, got {dict(self.weights)}.")
+        for split in SPLITS:
+            found = {item.dimension for item in self.items(split)}
+            if found != set(self.weights):
+                raise ValueError(
+                    f"benchmark: the {split} split has items for {sorted(found)}, the weights name {sorted(self.weights)}."
+                )
+        shared = {item.prompt for item in self.validation} & {item.prompt for item in self.test}
+        if shared:
+            raise ValueError(
+                f"benchmark: {len(shared)} prompts stand in both splits, for example {sorted(shared)[0]!r}."
+            )
+
+    @property
+    def dimensions(self) -> tuple[str, ...]:
+        """Dimension names in their fixed (sorted) order."""
+        return tuple(sorted(self.weights))
+
+    def items(self, split: str) -> Sequence[Item]:
+        """Return the items of ``"validation"`` or ``"test"``.
+
+        Raises:
+            ValueError: another split.
+        """
+        if split not in SPLITS:
+            raise ValueError(f"benchmark: no split is called {split!r}.{did_you_mean(split, SPLITS)}")
+        return self.validation if split == "validation" else self.test
+
+
+class InnerTask(ABC):
+    """One thing to improve: a base model, data sources and a benchmark. Subclass it and pass the object.
+
+    `base_checkpoint`, `sources` and `benchmark` are called once and kept; they must be deterministic.
+    """
+
+    name: str = "custom"
+
+    @abstractmethod
+    def base_checkpoint(self) -> Path:
+        """Return a folder with `config.json`, `model.safetensors` and a tokenizer, as `save_pretrained` writes it."""
+
+    @abstractmethod
+    def sources(self) -> Sequence[Source]:
+        """Return the data sources, each name once."""
+
+    @abstractmethod
+    def benchmark(self) -> Benchmark:
+        """Return the benchmark."""
+
+    def trainer(self) -> InnerTrainer | None:
+        """Return the task's own inner trainer, or None for the TRL trainer."""
+        return None
+
+    def facts(self) -> dict[str, Any]:
+        """Return what may be shown of the task: name and free descriptors. Hidden qualities do not belong here."""
+        return {"name": self.name}
+
+    @cached_property
+    def built(self) -> BuiltTask:
+        """The task's sources and benchmark, built once and checked, with its content hash.
+
+        Raises:
+            ValueError: a source named twice, or no sources.
+        """
+        return BuiltTask.build(self)
+
+
+@dataclass(frozen=True)
+class BuiltTask:
+    """A task's parts after checking: rows that repeat a benchmark prompt are taken out of the sources.
+
+    Attributes:
+        sources: name -> source, in sorted order.
+        benchmark: the benchmark.
+        leaked: source name -> number of rows removed because their prompt is a benchmark prompt.
+        content_hash: 16 hex digits over base weights, every row and every item; an edited row changes it.
+    """
+
+    sources: Mapping[str, Source]
+    benchmark: Benchmark
+    leaked: Mapping[str, int]
+    content_hash: str
+
+    @classmethod
+    def build(cls, task: InnerTask) -> BuiltTask:
+        """Build and check the parts of ``task``."""
+        benchmark = task.benchmark()
+        held_out = {item.prompt for split in SPLITS for item in benchmark.items(split)}
+        sources: dict[str, Source] = {}
+        leaked: dict[str, int] = {}
+        digest = hashlib.sha256()
+        for source in sorted(task.sources(), key=lambda s: s.name):
+            if source.name in sources:
+                raise ValueError(f"task {task.name!r}: two sources are called {source.name!r}.")
+            clean = {
+                kind: [row for row in rows if not _leaks(row, held_out)] for kind, rows in source.rows.items()
+            }
+            removed = sum(len(source.rows[kind]) - len(rows) for kind, rows in clean.items())
+            if removed:
+                leaked[source.name] = removed
+                source = Source(source.name, {k: r for k, r in clean.items() if r}, source.verifier)
+            sources[source.name] = source
+            digest.update(json.dumps([source.name, {k: list(map(dict, r)) for k, r in source.rows.items()}],
+                                     sort_keys=True, default=str).encode())
+        if not sources:
+            raise ValueError(f"task {task.name!r}: it has no sources.")
+        for split in SPLITS:
+            for item in benchmark.items(split):
+                digest.update(json.dumps([split, item.prompt, item.dimension, dict(item.data)],
+                                         sort_keys=True, default=str).encode())
+        digest.update(json.dumps([dict(benchmark.weights), benchmark.max_new_tokens], sort_keys=True).encode())
+        folder = task.base_checkpoint()
+        for file in sorted(Path(folder).iterdir()) if Path(folder).is_dir() else []:
+            digest.update(file.name.encode())
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+        return cls(sources, benchmark, leaked, digest.hexdigest()[:16])
+
+
+def _leaks(row: Row, held_out: set[str]) -> bool:
+    if "prompt" in row:
+        return row["prompt"] in held_out
+    return any(prompt in row["text"] for prompt in held_out) if "text" in row else False
+
+
+class TaskFamily(ABC):
+    """A distribution of inner tasks that share source names and benchmark dimensions.
+
+    Attributes:
+        name: what the command line calls it.
+        train_seeds: instance seeds for meta-training.
+        test_seeds: instance seeds for meta-testing, disjoint from ``train_seeds``.
+    """
+
+    name: str
+    train_seeds: range
+    test_seeds: range
+
+    @abstractmethod
+    def instance(self, seed: int) -> InnerTask:
+        """Return the task drawn from ``seed``; the same seed gives an equal task in any process."""
+
+
+class SingleTask(TaskFamily):
+    """A family of exactly one task, which is how a custom `InnerTask` object is used."""
+
+    train_seeds = range(1)
+    test_seeds = range(1)
+
+    def __init__(self, task: InnerTask) -> None:
+        self.task = task
+        self.name = task.name
+
+    def instance(self, seed: int) -> InnerTask:
+        """Return the one task, whatever the seed."""
+        return self.task
