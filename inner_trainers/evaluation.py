@@ -1,0 +1,158 @@
+"""Scores a checkpoint on a benchmark split: batched sampling, several seeds, a `Scorecard`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .base import DimensionScore, Scorecard
+from .messages import require_integer, require_number
+
+if TYPE_CHECKING:
+    from .tasks.base import Benchmark
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """How a checkpoint is scored; frozen, so that every round of a search is scored alike.
+
+    Attributes:
+        seeds: sampling seeds; each draws ``samples_per_seed`` completions per item.
+        samples_per_seed: completions per item and seed.
+        k: the ``k`` of pass@k, at most the completions per item.
+        temperature: sampling temperature.
+        batch_sequences: completions sampled at once.
+    """
+
+    seeds: tuple[int, ...] = (0, 1)
+    samples_per_seed: int = 4
+    k: int = 8
+    temperature: float = 1.0
+    batch_sequences: int = 1024
+
+    def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            ValueError: a setting outside its range; ``k`` above the number of completions per item.
+        """
+        if not self.seeds:
+            raise ValueError("evaluator.seeds: expected at least one seed.")
+        require_integer("evaluator.samples_per_seed", self.samples_per_seed, low=1, high=100_000)
+        require_integer("evaluator.k", self.k, low=1, high=self.samples)
+        require_number("evaluator.temperature", self.temperature, low=0, high=10, low_open=True)
+        require_integer("evaluator.batch_sequences", self.batch_sequences, low=1, high=1_000_000)
+
+    @property
+    def samples(self) -> int:
+        """Completions per item."""
+        return len(self.seeds) * self.samples_per_seed
+
+    def evaluate(self, model: Any, tokenizer: Any, benchmark: Benchmark, split: str) -> tuple[Scorecard, int, int]:
+        """Return the scorecard with the tokens sampled and the prompt tokens scored; moves no global generator.
+
+        Args:
+            model: a transformers causal language model in eval mode.
+            tokenizer: its tokenizer.
+            benchmark: what to score it on.
+            split: ``"validation"`` or ``"test"``.
+        """
+        from .sampling import sample_completions
+
+        items = benchmark.items(split)
+        completions: list[list[str]] = [[] for _ in items]
+        generated = scored = empty = clipped = 0
+        for seed in self.seeds:
+            drawn = sample_completions(
+                model,
+                tokenizer,
+                [item.prompt for item in items],
+                samples=self.samples_per_seed,
+                max_new_tokens=benchmark.max_new_tokens,
+                temperature=self.temperature,
+                seed=seed,
+                batch_sequences=self.batch_sequences,
+            )
+            generated += drawn.generated_tokens
+            scored += drawn.prompt_tokens
+            empty += drawn.empty
+            clipped += drawn.clipped
+            for texts, new in zip(completions, drawn.texts, strict=True):
+                texts.extend(new)
+        return self._scorecard(benchmark, split, completions, empty, clipped), generated, scored
+
+    def _scorecard(
+        self, benchmark: Benchmark, split: str, completions: Sequence[Sequence[str]], empty: int, clipped: int
+    ) -> Scorecard:
+        items = benchmark.items(split)
+        scores = np.array(
+            [
+                [_checked_score(benchmark.score(item, text), item.prompt) for text in texts]
+                for item, texts in zip(items, completions, strict=True)
+            ]
+        )  # (items, samples)
+        formed = np.array(
+            [
+                [bool(benchmark.well_formed(item, text)) for text in texts]
+                for item, texts in zip(items, completions, strict=True)
+            ]
+        )
+        dimensions = {}
+        for name in benchmark.dimensions:
+            rows = [i for i, item in enumerate(items) if item.dimension == name]
+            dimensions[name] = summarise_dimension(scores[rows], formed[rows], self.k)
+        weights = benchmark.weights
+        total = len(items) * self.samples
+        return Scorecard(
+            split=split,
+            dimensions=dimensions,
+            score=math.fsum(weights[name] * entry.mean for name, entry in dimensions.items()),
+            standard_error=math.sqrt(
+                math.fsum((weights[name] * entry.standard_error) ** 2 for name, entry in dimensions.items())
+            ),
+            k=self.k,
+            items=len(items),
+            samples=self.samples,
+            empty_share=empty / total,
+            clipped_share=clipped / total,
+        )
+
+
+def summarise_dimension(scores: np.ndarray, formed: np.ndarray, k: int) -> DimensionScore:
+    """Return the statistics of one dimension.
+
+    Args:
+        scores: ``(items, samples)`` in [0, 1].
+        formed: ``(items, samples)`` bool, whether the completion has the asked form.
+        k: the ``k`` of pass@k, at most ``samples``.
+    """
+    items, samples = scores.shape
+    item_means = scores.mean(axis=1)
+    # One item tells nothing of the spread between items: the widest error a score in [0, 1] can have is assumed.
+    error = float(item_means.std(ddof=1) / math.sqrt(items)) if items > 1 else 0.5
+    right = (scores >= 1.0).sum(axis=1)
+    return DimensionScore(
+        mean=float(item_means.mean()),
+        standard_error=error,
+        pass_at_1=float(right.mean() / samples),
+        pass_at_k=float(np.mean([unbiased_pass_at_k(samples, int(c), k) for c in right])),
+        format_rate=float(formed.mean()),
+    )
+
+
+def unbiased_pass_at_k(samples: int, right: int, k: int) -> float:
+    """Return 1 - C(samples - right, k) / C(samples, k), the unbiased estimate of Chen et al. (2021)."""
+    if samples - right < k:
+        return 1.0
+    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def _checked_score(value: Any, prompt: str) -> float:
+    if isinstance(value, bool | np.bool_):
+        return float(value)
+    number = require_number(f"benchmark score for prompt {prompt!r}", value, low=0, high=1)
+    return number

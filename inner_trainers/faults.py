@@ -1,0 +1,64 @@
+"""Detects training faults from the raw loss, before any logging filter, and names their cause."""
+
+from __future__ import annotations
+
+import math
+
+from .base import Failure
+
+EXPLOSION_FACTOR = 10.0
+"""A supervised loss above this many times the larger of its first value and ln(vocabulary) has exploded."""
+
+EXPLODED_POLICY_LOSS = 1e3
+"""A policy-gradient loss beyond this magnitude has exploded; its ordinary size is below 10."""
+
+
+class FaultWatch:
+    """Watches one round step by step; `observe` returns a `Failure` at the first fault.
+
+    The first spike ends the round, so a loss that explodes and then sits flat at ln(vocabulary), which looks
+    unharmed by its last value alone, is caught too.
+    """
+
+    def __init__(self, vocabulary_size: int, on_policy: bool) -> None:
+        self._uniform_loss = math.log(max(vocabulary_size, 2))
+        self._on_policy = on_policy
+        self._first_loss: float | None = None
+
+    def observe(self, step: int, loss: float, grad_norm: float | None) -> Failure | None:
+        """Check one optimiser step.
+
+        Args:
+            step: optimiser step, from 1.
+            loss: mean raw loss of the step, unfiltered.
+            grad_norm: gradient norm before clipping; None when unknown.
+        """
+        if not math.isfinite(loss):
+            return Failure("hyperparameter", "diverged", step, f"the loss was {loss} at step {step}")
+        if grad_norm is not None and not math.isfinite(grad_norm):
+            return Failure("hyperparameter", "diverged", step, f"the gradient norm was {grad_norm} at step {step}")
+        if self._first_loss is None:
+            self._first_loss = abs(loss)
+        limit = (
+            EXPLODED_POLICY_LOSS
+            if self._on_policy
+            else EXPLOSION_FACTOR * max(self._first_loss, self._uniform_loss)
+        )
+        if abs(loss) > limit:
+            evidence = f"the loss was {loss:.4g} at step {step}, above {limit:.4g} (first loss {self._first_loss:.4g})"
+            return Failure("hyperparameter", "diverged", step, evidence)
+        return None
+
+
+def failure_from_exception(error: BaseException, step: int) -> Failure:
+    """Return the labelled failure for an exception that a trainer raised."""
+    text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
+    if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
+        return Failure("resources", "oom", step, text)
+    if isinstance(error, RewardFault):
+        return Failure("environment", "reward_function", step, str(error)[:300])
+    return Failure("environment", "trainer_raised", step, text)
+
+
+class RewardFault(RuntimeError):
+    """A verifier raised, or returned something that is no finite number."""

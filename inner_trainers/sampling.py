@@ -1,0 +1,155 @@
+"""Samples completions in batches: each prompt is read once, however many completions are drawn from it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Completions:
+    """Sampled completions.
+
+    Attributes:
+        texts: per prompt, one text per sample, without end and padding tokens.
+        generated_tokens: tokens sampled, end tokens included.
+        prompt_tokens: prompt tokens read.
+        empty: completions whose first token was an end token.
+        clipped: completions cut at the length limit.
+    """
+
+    texts: list[list[str]]
+    generated_tokens: int
+    prompt_tokens: int
+    empty: int
+    clipped: int
+
+
+def end_token_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Return the ids that end a completion: the tokenizer's and those of the model's generation settings."""
+    configured = model.generation_config.eos_token_id
+    ids = {tokenizer.eos_token_id}
+    ids.update(configured if isinstance(configured, list) else [configured])
+    return sorted(i for i in ids if i is not None)
+
+
+@torch.no_grad()
+def sample_completions(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    *,
+    samples: int,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    batch_sequences: int = 1024,
+) -> Completions:
+    """Draw ``samples`` completions of every prompt from the full softmax.
+
+    Random numbers come from a generator of its own, so the same seed gives the same texts and no global generator
+    moves. A prompt's texts depend on the whole list of prompts, which share the generator.
+
+    Args:
+        model: a causal language model in eval mode.
+        tokenizer: its tokenizer.
+        prompts: texts to continue.
+        samples: completions per prompt.
+        max_new_tokens: longest completion, in tokens.
+        temperature: softmax temperature.
+        seed: seed of the generator.
+        batch_sequences: completions in one forward pass at most; a prompt's own completions stay together.
+    """
+    device = next(model.parameters()).device
+    generator = torch.Generator(device=device).manual_seed(seed)
+    ends = torch.tensor(end_token_ids(model, tokenizer), device=device)
+    prompt_ids: list[list[int]] = tokenizer(text=list(prompts))["input_ids"]
+    if tokenizer.eos_token_id is not None:  # some tokenizers end every text; a prompt must stay open
+        prompt_ids = [ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids for ids in prompt_ids]
+    by_length = sorted(range(len(prompts)), key=lambda i: len(prompt_ids[i]))
+    texts: list[list[str]] = [[] for _ in prompts]
+    generated = empty = clipped = 0
+    per_batch = max(1, batch_sequences // samples)
+    for first in range(0, len(by_length), per_batch):
+        chosen = by_length[first : first + per_batch]
+        tokens = _sample_batch(
+            model,
+            [prompt_ids[i] for i in chosen],
+            samples,
+            max_new_tokens,
+            temperature,
+            generator,
+            ends,
+            pad=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else int(ends[0]),
+        )  # (prompts * samples, new tokens)
+        is_end = torch.isin(tokens, ends)
+        ended = is_end.any(dim=1)
+        lengths = torch.where(ended, is_end.int().argmax(dim=1), tokens.shape[1])
+        generated += int((lengths + ended.int()).sum())
+        empty += int((lengths == 0).sum())
+        clipped += int((~ended).sum())
+        rows, row_lengths = tokens.tolist(), lengths.tolist()
+        decoded = tokenizer.batch_decode(
+            [row[:length] for row, length in zip(rows, row_lengths, strict=True)], skip_special_tokens=True
+        )
+        for position, prompt in enumerate(chosen):
+            texts[prompt] = decoded[position * samples : (position + 1) * samples]
+    return Completions(texts, generated, sum(map(len, prompt_ids)), empty, clipped)
+
+
+def _sample_batch(
+    model: Any,
+    prompt_ids: Sequence[Sequence[int]],
+    samples: int,
+    max_new_tokens: int,
+    temperature: float,
+    generator: torch.Generator,
+    ends: torch.Tensor,
+    pad: int,
+) -> torch.Tensor:
+    device = generator.device
+    width = max(map(len, prompt_ids))
+    ids = torch.full((len(prompt_ids), width), pad, dtype=torch.long)
+    mask = torch.zeros((len(prompt_ids), width), dtype=torch.long)
+    for row, prompt in enumerate(prompt_ids):  # padded on the left
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    ids, mask = ids.to(device), mask.to(device)
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    output = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
+    cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    cache = getattr(output, cache_argument)
+    cache.batch_repeat_interleave(samples)
+    logits = output.logits[:, -1].repeat_interleave(samples, dim=0)
+    mask = mask.repeat_interleave(samples, dim=0)
+    position = positions[:, -1:].repeat_interleave(samples, dim=0)
+
+    total = len(prompt_ids) * samples
+    tokens = torch.full((total, max_new_tokens), int(ends[0]), dtype=torch.long, device=device)
+    alive = torch.arange(total, device=device)  # rows still being sampled
+    for column in range(max_new_tokens):
+        probabilities = torch.softmax(logits.float() / temperature, dim=-1)
+        chosen = torch.multinomial(probabilities, 1, generator=generator)
+        tokens[alive, column] = chosen[:, 0]
+        going = ~torch.isin(chosen[:, 0], ends)
+        if column + 1 == max_new_tokens or not bool(going.any()):
+            break
+        if bool((~going).any()):  # drop finished rows from the batch
+            kept = going.nonzero()[:, 0]
+            cache.batch_select_indices(kept)
+            alive, mask, position, chosen = alive[kept], mask[kept], position[kept], chosen[kept]
+        mask = torch.cat([mask, mask.new_ones((len(mask), 1))], dim=1)
+        position = position + 1
+        output = model(
+            input_ids=chosen,
+            attention_mask=mask,
+            position_ids=position,
+            use_cache=True,
+            **{cache_argument: cache},  # newer transformers call it `cache`
+        )
+        logits = output.logits[:, -1]
+    return tokens

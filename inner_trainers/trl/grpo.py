@@ -1,0 +1,96 @@
+"""Group-relative policy optimisation on verifiable prompts with TRL's `GRPOTrainer`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import datasets
+import torch
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import add_fused_lm_head
+
+from ..faults import RewardFault
+from .context import RoundContext
+from .models import training_arguments
+from .session import Meter, MeteredTrainer
+
+
+class MeteredGRPOTrainer(MeteredTrainer, GRPOTrainer):  # type: ignore[misc]
+    """`GRPOTrainer` that counts tokens and takes its reference weights from memory."""
+
+    def keep_close_to(self, reference: Any, kl_coef: float) -> None:
+        """Penalise the KL divergence to ``reference``.
+
+        TRL loads its reference model from the path in the model's config, which for a round that starts from
+        trained weights would be other weights than the round's start.
+        """
+        reference.requires_grad_(False)
+        add_fused_lm_head(reference, temperature=self.temperature)
+        self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
+        self.beta = kl_coef
+
+    def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor]) -> Any:
+        prompt, completion = int(inputs["prompt_mask"].sum()), int(inputs["completion_mask"].sum())
+        meter = self.meter
+        meter.trained_tokens += prompt + completion
+        meter.generated_tokens += completion
+        meter.scored_tokens += prompt  # the prompts' forward pass before sampling
+        if self.beta:
+            meter.scored_tokens += prompt + completion  # the reference's log-probabilities
+        meter.supervised_tokens += completion
+        return super()._compute_loss(model, inputs)
+
+
+def build_trainer(context: RoundContext) -> tuple[GRPOTrainer, Meter]:
+    """Return the trainer for a recipe whose prompts are drawn, with the meter it fills."""
+    recipe = context.recipe
+    names = sorted(context.sources)
+    trainer = MeteredGRPOTrainer(
+        model=context.model,
+        reward_funcs=[_reward_function(context, names)],
+        args=GRPOConfig(
+            **training_arguments(recipe, context.seed, context.precision, context.device),
+            num_generations=recipe.num_generations,
+            max_completion_length=context.task.built.benchmark.max_new_tokens,
+            temperature=recipe.temperature,
+            beta=recipe.kl_coef if recipe.lora_rank else 0.0,
+        ),
+        train_dataset=datasets.Dataset.from_dict(
+            {
+                "prompt": [context.row(source, index, "prompts")["prompt"] for source, index in context.draw],
+                "source_index": [names.index(source) for source, _ in context.draw],
+                "row_index": [index for _, index in context.draw],
+            }
+        ),
+        processing_class=context.tokenizer,
+        peft_config=context.peft_config(),
+    )
+    if recipe.kl_coef > 0 and not recipe.lora_rank:
+        trainer.keep_close_to(context.reference(), recipe.kl_coef)
+    trainer.meter = Meter()
+    return trainer, trainer.meter
+
+
+def _reward_function(context: RoundContext, names: list[str]) -> Any:
+    def verified(
+        completions: list[str], source_index: list[int], row_index: list[int], **_: Any
+    ) -> list[float]:
+        rewards = []
+        for completion, source_number, index in zip(completions, source_index, row_index, strict=True):
+            source = context.sources[names[source_number]]
+            row = source.rows["prompts"][index]
+            assert source.verifier is not None  # `Source` refuses prompts without one
+            where = f"the verifier of source {source.name!r}, prompts row {index + 1},"
+            try:
+                reward = source.verifier(row, completion)
+            except Exception as error:
+                raise RewardFault(f"{where} raised {type(error).__name__}: {error}") from error
+            if isinstance(reward, bool):
+                reward = float(reward)
+            if not isinstance(reward, int | float) or not math.isfinite(reward):
+                raise RewardFault(f"{where} returned {reward!r}; expected a finite number")
+            rewards.append(float(reward))
+        return rewards
+
+    return verified

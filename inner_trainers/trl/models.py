@@ -1,0 +1,182 @@
+"""Loads a base model and its tokenizer once per process, and hands out copies with other weights."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # every TRL trainer reports home when it is built
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+_LOG = logging.getLogger(__name__)
+
+Weights = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is resident in memory.
+
+    Attributes:
+        template: the module evaluation runs on; its weights are whatever was loaded last.
+        tokenizer: its tokenizer, as saved with the model.
+        base_weights: the weights of the checkpoint folder, each storage once.
+        parameters: number of parameters.
+    """
+
+    template: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    base_weights: Weights
+    parameters: int
+
+    def with_weights(self, weights: Weights) -> PreTrainedModel:
+        """Return a new, independent copy of the model that holds ``weights``."""
+        model = copy.deepcopy(self.template)
+        load_weights(model, weights)
+        return model
+
+
+def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    """Load a folder written by `save_pretrained`; safetensors only, no remote code.
+
+    Raises:
+        ValueError: the folder lacks a file, or one is damaged; the message names it.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"base checkpoint: {folder} has no config.json; expected a folder written by save_pretrained.")
+    transformers_logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        template = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        )
+    except Exception as error:  # the hub library raises many types for one fact: this folder cannot be loaded
+        raise ValueError(
+            f"base checkpoint: {folder} cannot be loaded ({type(error).__name__}: {str(error).splitlines()[0][:200]}). "
+            "A file is missing or damaged; copy the folder again or write it anew with save_pretrained."
+        ) from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    template.to(device).eval()
+    return LoadedModel(
+        template=template,
+        tokenizer=tokenizer,
+        base_weights=copy_weights(template),
+        parameters=sum(p.numel() for p in template.parameters()),
+    )
+
+
+def copy_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the weights as CPU copies, each shared storage once (tied weights are not doubled)."""
+    seen: set[int] = set()
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() in seen and tensor.numel():
+            continue
+        seen.add(tensor.data_ptr())
+        weights[name] = tensor.detach().to("cpu", copy=True)
+    return weights
+
+
+def load_weights(model: torch.nn.Module, weights: Weights) -> None:
+    """Copy ``weights`` into the model in place.
+
+    Raises:
+        ValueError: a weight of another model (unknown name or shape), or one that is missing.
+    """
+    own = model.state_dict()
+    foreign = [name for name, value in weights.items() if name not in own or own[name].shape != value.shape]
+    pointers = {own[name].data_ptr() for name in weights if name in own}
+    missing = [name for name, value in own.items() if name not in weights and value.data_ptr() not in pointers]
+    if foreign or missing:
+        raise ValueError(
+            f"weights do not fit the model: {len(foreign)} foreign (for example {foreign[:1]}), "
+            f"{len(missing)} missing (for example {missing[:1]})."
+        )
+    with torch.no_grad():
+        for name, value in weights.items():
+            own[name].copy_(value)
+
+
+def resolve_device(device: str) -> torch.device:
+    """Return the device for ``"auto"`` (CUDA when there is one), ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
+
+    Raises:
+        ValueError: CUDA is asked for and absent, or an unknown name.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device: unknown {device!r}; expected 'auto', 'cpu', 'cuda' or 'cuda:N'.") from error
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: {device!r} was asked for, but no CUDA device is visible; use 'auto' or 'cpu'.")
+    return resolved
+
+
+def resolve_precision(precision: str, device: torch.device) -> str:
+    """Return ``"fp32"``, ``"bf16"`` or ``"fp16"``; ``"auto"`` is bf16 where CUDA supports it, else fp32.
+
+    Raises:
+        ValueError: an unknown name, or half precision on a device without it.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision: unknown {precision!r}; expected one of {', '.join(PRECISIONS)}.")
+    if device.type != "cuda":
+        if precision in ("bf16", "fp16"):
+            raise ValueError(f"precision: {precision!r} needs a CUDA device, this run is on {device}; use 'fp32' or 'auto'.")
+        return "fp32"
+    if precision == "auto":
+        return "bf16" if torch.cuda.is_bf16_supported() else "fp32"
+    return precision
+
+
+def quiet_libraries() -> None:
+    """Silence progress bars and the two deprecation warnings that transformers raises for TRL's own arguments."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl)\..*")
+    warnings.filterwarnings("ignore", message=r".*pin_memory.*")
+
+
+def training_arguments(recipe: Any, seed: int, precision: str, device: torch.device) -> dict[str, Any]:
+    """Return the arguments every TRL config shares for a recipe; nothing is written to disk and nothing reported."""
+    return {
+        "output_dir": tempfile.gettempdir(),  # made by nobody, written by nobody
+        "max_steps": recipe.steps,
+        "per_device_train_batch_size": recipe.batch_size,
+        "gradient_accumulation_steps": recipe.gradient_accumulation,
+        "learning_rate": recipe.learning_rate,
+        "lr_scheduler_type": recipe.schedule,
+        "warmup_steps": recipe.warmup_steps,
+        "max_grad_norm": recipe.max_grad_norm,
+        "weight_decay": recipe.weight_decay,
+        "seed": seed,
+        "bf16": precision == "bf16",
+        "fp16": precision == "fp16",
+        "use_cpu": device.type == "cpu",
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "disable_tqdm": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "dataloader_pin_memory": device.type == "cuda",
+    }

@@ -1,0 +1,409 @@
+"""Runs a TRL trainer on a worker thread that is parked between optimiser steps.
+
+Exactly one of the two threads runs at any time, so a parked round may be read and changed without locks. The
+global random number generators are swapped at each hand-over: what the caller draws never moves the round, and the
+round never moves the caller.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PrinterCallback, TrainerCallback
+
+from ..base import Checkpoint, Cost, Failure, Limit, RoundReport
+from ..faults import FaultWatch, failure_from_exception
+from ..recipe import Adjustment, Recipe
+from .models import copy_weights
+
+
+@dataclass
+class Meter:
+    """What the trainer counts while it trains: raw losses and tokens; written by the worker, read while parked."""
+
+    losses: list[float] = field(default_factory=list)
+    trained_tokens: int = 0
+    generated_tokens: int = 0
+    scored_tokens: int = 0
+    supervised_tokens: int = 0
+    extras: dict[str, float] = field(default_factory=dict)
+
+
+class MeteredTrainer:
+    """Mixin that reports the raw loss of every forward pass, before any logging filter sees it."""
+
+    meter: Meter
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run the pass and note its loss."""
+        loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        self.meter.losses.append(float(loss))
+        return loss
+
+
+class _SessionClosedError(BaseException):
+    """Unwinds the worker when the session is closed mid-round; not an `Exception`, so no trainer code catches it."""
+
+
+class TrlSession:
+    """One running round; see `TrainingSession` for the contract."""
+
+    def __init__(
+        self,
+        *,
+        build: Callable[[], tuple[Any, Meter]],
+        recipe: Recipe,
+        start: Checkpoint,
+        seed: int,
+        checkpoint_id: str,
+        flops: Callable[[Meter], float],
+        step_bound: Cost,
+        limit: Limit | None,
+        watch: FaultWatch,
+        torch_threads: int | None,
+        flags: tuple[str, ...] = (),
+        rows_without_supervision: int = 0,
+    ) -> None:
+        self._recipe, self._start, self._seed, self._checkpoint_id = recipe, start, seed, checkpoint_id
+        self._flops, self._bound, self._limit, self._watch = flops, step_bound, limit, watch
+        self._torch_threads = torch_threads
+        self._flags, self._rows_without_supervision = list(flags), rows_without_supervision
+        self._resume, self._parked = threading.Semaphore(0), threading.Semaphore(0)
+        self._quota, self._running, self._closing, self._stop_asked = 0, False, False, False
+        self._failure: Failure | None = None
+        self._error: BaseException | None = None
+        self._ended: str | None = None
+        self._curves: list[dict[str, float]] = []
+        self._rates_used: list[float] = []
+        self._slowest_step = 0.0
+        self._froze = False
+        self._wall_seconds = 0.0
+        self._result: tuple[RoundReport, Checkpoint | None] | None = None
+        self._thread: threading.Thread | None = None
+        self._trainer: Any = None
+        self._meter = Meter()
+        self._rng = _random_state()
+        began = time.perf_counter()
+        with self._worker_random_state():
+            try:
+                self._trainer, self._meter = build()
+                self._trainer.remove_callback(PrinterCallback)
+                self._trainer.add_callback(_ParkingCallback(self))
+            except Exception as error:
+                self._fail(failure_from_exception(error, 0))
+        self._wall_seconds += time.perf_counter() - began
+        if self._ended is None and self._would_pass_limit():
+            self._ended = "budget"
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps done."""
+        return len(self._curves)
+
+    @property
+    def done(self) -> bool:
+        """Whether no further step will be taken."""
+        return self._ended is not None
+
+    @property
+    def cost(self) -> Cost:
+        """Training cost so far."""
+        meter = self._meter
+        return Cost(
+            meter.trained_tokens,
+            meter.generated_tokens,
+            meter.scored_tokens,
+            self._flops(meter),
+            self._wall_seconds,
+        )
+
+    def advance(self, steps: int | None = None) -> Mapping[str, float]:
+        """Take up to ``steps`` optimiser steps (all that are left when None); return the last step's curve row."""
+        if steps is not None and steps < 1:
+            raise ValueError(f"advance: expected at least 1 step, got {steps}.")
+        if not self.done:
+            self._quota = self._recipe.steps if steps is None else steps
+            self._hand_over()
+        return self._curves[-1] if self._curves else {}
+
+    def apply(self, adjustment: Adjustment) -> None:
+        """Change the round from the next step on.
+
+        Raises:
+            ValueError: the round has ended.
+        """
+        if self.done:
+            raise ValueError(f"adjustment {adjustment.kind!r}: the round has ended ({self._ended}) at step {self.step}.")
+        if adjustment.kind == "stop":
+            self._stop_asked = True
+            self._ended = "stopped"
+        elif adjustment.kind == "lr_scale":
+            self._scale_learning_rate(adjustment.value)
+
+    def result(self) -> tuple[RoundReport, Checkpoint | None]:
+        """Close the session; return its report (without scorecard) and the checkpoint, None after a failure."""
+        if self._result is None:
+            if self._ended is None:
+                self._ended = "stopped"
+            weights = self._final_weights() if self._failure is None else None
+            self._release()
+            checkpoint = None if weights is None else Checkpoint(self._checkpoint_id, weights, self._start.depth + 1)
+            self._result = (self._report(checkpoint), checkpoint)
+        return self._result
+
+    def close(self) -> None:
+        """End training now and free everything it holds."""
+        if self._result is None:
+            if self._ended is None:
+                self._ended = "stopped"
+            self._release()
+            self._result = (self._report(None), None)
+
+    # The worker's side ------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        if self._torch_threads is not None:
+            torch.set_num_threads(self._torch_threads)
+        # `train` begins with a full garbage collection, a quarter of a second in a process that has TRL loaded. What
+        # exists now is set aside for that moment; `on_train_begin` takes it back.
+        self._froze = gc.get_freeze_count() == 0
+        if self._froze:
+            gc.freeze()
+        try:
+            self._trainer.train()
+        except _SessionClosedError:
+            pass
+        except Exception as error:
+            self._error = error
+        finally:
+            self._thaw()
+            self._quota = -1
+            self._parked.release()
+
+    def _thaw(self) -> None:
+        if self._froze:
+            self._froze = False
+            gc.unfreeze()
+
+    def _step_done(self, logs: Mapping[str, Any]) -> bool:
+        """Note a finished step; return whether training should stop. Called by the callback on the worker."""
+        losses, self._meter.losses = self._meter.losses, []
+        loss = math.fsum(losses) if losses and all(map(math.isfinite, losses)) else (losses or [math.nan])[-1]
+        grad_norm = logs.get("grad_norm")
+        row = {"step": float(self.step + 1), "loss": loss, "learning_rate": self._rates_used[-1]}
+        row.update({_curve_name(k): float(v) for k, v in logs.items() if _is_curve(k, v)})
+        self._curves.append(row)
+        self._slowest_step = max(self._slowest_step, time.perf_counter() - self._step_began)
+        self._step_began = time.perf_counter()
+        failure = self._watch.observe(self.step, loss, None if grad_norm is None else float(grad_norm))
+        if failure is not None:
+            self._fail(failure)
+            return True
+        if self.step >= self._recipe.steps:
+            self._ended = "finished"
+            return True
+        if self._would_pass_limit():
+            self._ended = "budget"
+            return True
+        self._quota -= 1
+        if self._quota <= 0:
+            self._parked.release()
+            self._resume.acquire()
+            self._step_began = time.perf_counter()
+            if self._closing:
+                raise _SessionClosedError
+        return self._stop_asked
+
+    # The caller's side ------------------------------------------------------------------------------------------
+
+    def _hand_over(self) -> None:
+        began = self._step_began = time.perf_counter()
+        with self._worker_random_state():
+            self._running = True
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="posttrain-round", daemon=True)
+                self._thread.start()
+            else:
+                self._resume.release()
+            self._parked.acquire()  # a KeyboardInterrupt here leaves the worker running until `_release` waits for it
+            self._running = False
+        self._wall_seconds += time.perf_counter() - began
+        if self._error is not None:
+            self._fail(failure_from_exception(self._error, self.step + 1))
+            self._error = None
+        elif self._quota == -1 and self._ended is None:
+            self._fail(
+                Failure("environment", "stopped_early", self.step, f"training ended after {self.step} steps by itself")
+            )
+
+    def _would_pass_limit(self) -> bool:
+        if self._limit is None:
+            return False
+        unit = self._limit.unit
+        next_step = self._slowest_step if unit == "device_seconds" else self._bound.in_unit(unit)
+        spent = self._wall_seconds if unit == "device_seconds" else self.cost.in_unit(unit)
+        if unit == "device_seconds" and self._running:
+            spent += time.perf_counter() - self._hand_over_began
+        return spent + next_step > self._limit.amount
+
+    def _scale_learning_rate(self, factor: float) -> None:
+        scheduler, optimizer = self._trainer.lr_scheduler, self._trainer.optimizer
+        if scheduler is None or self._thread is None:  # before the first step nothing is built yet: the peak itself moves
+            self._trainer.args.learning_rate *= factor
+            return
+        base = getattr(scheduler, "scheduler", scheduler)  # accelerate wraps it
+        base.base_lrs = [rate * factor for rate in base.base_lrs]
+        for group in getattr(optimizer, "optimizer", optimizer).param_groups:
+            group["lr"] = group["lr"] * factor
+
+    def _fail(self, failure: Failure) -> None:
+        self._failure, self._ended = failure, "failed"
+
+    def _final_weights(self) -> dict[str, torch.Tensor] | None:
+        if self.step == 0:
+            kind = "budget_too_small" if self._ended == "budget" else "no_steps"
+            cause = "resources" if self._ended == "budget" else "environment"
+            self._fail(Failure(cause, kind, 0, "no optimiser step was taken"))
+            return None
+        if self._meter.supervised_tokens == 0:
+            self._fail(Failure("data", "nothing_supervised", self.step, "no token carried a loss in the whole round"))
+            return None
+        if self._failure is not None:
+            return None
+        model = self._trainer.model
+        if hasattr(model, "merge_and_unload"):
+            model = model.merge_and_unload()
+        weights = copy_weights(model)
+        broken = [name for name, value in weights.items() if not bool(torch.isfinite(value).all())]
+        if broken:
+            self._fail(
+                Failure("hyperparameter", "diverged", self.step, f"{len(broken)} weights are not finite: {broken[0]}")
+            )
+            return None
+        return weights
+
+    def _release(self) -> None:
+        if self._thread is not None:
+            if self._running:  # the caller was interrupted while the worker ran: wait until it parks or ends
+                self._quota = min(self._quota, 0)
+                self._parked.acquire()
+                self._running = False
+            self._closing = True
+            self._resume.release()
+            self._thread.join()
+            self._thread = None
+        trainer, self._trainer = self._trainer, None
+        if trainer is not None:
+            _take_apart(trainer)
+            del trainer
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def _report(self, checkpoint: Checkpoint | None) -> RoundReport:
+        return RoundReport(
+            recipe=self._recipe,
+            start=self._start.id,
+            seed=self._seed,
+            checkpoint=None if checkpoint is None else checkpoint.id,
+            steps=self.step,
+            ended=self._ended or "stopped",
+            supervised_tokens=self._meter.supervised_tokens,
+            rows_without_supervision=self._rows_without_supervision,
+            training_cost=self.cost,
+            failure=self._failure,
+            curves=tuple(self._curves),
+            flags=tuple(self._flags),
+            wall_seconds=self._wall_seconds,
+        )
+
+    @contextmanager
+    def _worker_random_state(self) -> Iterator[None]:
+        caller = _random_state()
+        _restore_random_state(self._rng)
+        self._hand_over_began = time.perf_counter()
+        try:
+            yield
+        finally:
+            if not self._running:
+                self._rng = _random_state()
+            _restore_random_state(caller)
+
+
+class _ParkingCallback(TrainerCallback):  # type: ignore[misc]
+    """Tells the session about each step, at the one moment when its logs are complete and the next has not begun."""
+
+    def __init__(self, session: TrlSession) -> None:
+        self._session = session
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Give the collector back what was set aside while training was set up."""
+        self._session._thaw()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note the learning rate that this step really uses."""
+        self._session._rates_used.append(float(kwargs["optimizer"].param_groups[0]["lr"]))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
+        """Hand a finished step to the session; the closing summary of a run is no step."""
+        if logs is not None and "loss" in logs and self._session._step_done(logs):
+            control.should_training_stop = True
+        return control
+
+
+_HIDDEN_LOGS = ("epoch", "num_tokens", "step_time", "learning_rate", "loss", "frac_reward_zero_std")
+
+
+def _is_curve(name: str, value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return name == "frac_reward_zero_std" or (
+        name not in _HIDDEN_LOGS and not name.startswith(("rewards/", "sampling/", "profiling/", "completions/min"))
+    )
+
+
+def _curve_name(name: str) -> str:
+    return {"frac_reward_zero_std": "groups_without_spread"}.get(name, name)
+
+
+def _take_apart(trainer: Any) -> None:
+    """Cut the references between a trainer's parts, so that its memory goes without waiting for the cycle collector."""
+    model = trainer.model
+    for module in model.modules():
+        module.__dict__.pop("forward", None)  # TRL's fused head is a method bound to the model: a cycle
+    for parameter in model.parameters():
+        parameter.grad = None
+    accelerator = getattr(trainer, "accelerator", None)
+    for held in ("_models", "_optimizers", "_schedulers", "_dataloaders"):  # `free_memory` would also run the collector
+        if hasattr(accelerator, held):
+            setattr(accelerator, held, [])
+    optimizer = getattr(trainer, "optimizer", None)
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if inner is not None:
+        inner.state.clear()
+        inner.param_groups.clear()
+    for name in vars(trainer):
+        trainer.__dict__[name] = None
+
+
+def _random_state() -> tuple[Any, ...]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
+
+
+def _restore_random_state(state: tuple[Any, ...]) -> None:
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])
+    if state[3] is not None:
+        torch.cuda.set_rng_state_all(state[3])

@@ -1,0 +1,288 @@
+"""`TrlTrainer`: the inner trainer that runs real TRL rounds, many in one process."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..base import Checkpoint, Cost, Limit, Scorecard
+from ..evaluation import Evaluator
+from ..faults import FaultWatch
+from ..recipe import Recipe
+from .algorithms import ALGORITHMS, AlgorithmSpec, check_recipe
+
+if TYPE_CHECKING:
+    from ..tasks.base import InnerTask
+    from .models import LoadedModel, Weights
+    from .session import Meter, TrlSession
+
+
+@dataclass
+class _Resident:
+    """What stays in memory of the task that was used last: its model, tokenised rows and scores."""
+
+    task: InnerTask
+    model: LoadedModel
+    tokenised: dict[tuple[str, int], Any] = field(default_factory=dict)
+    longest_prompt: dict[tuple[str, str], int] = field(default_factory=dict)
+    base_scores: dict[str, tuple[Scorecard, Cost]] = field(default_factory=dict)
+
+
+class TrlTrainer:
+    """Runs SFT and GRPO rounds with TRL; satisfies `InnerTrainer`.
+
+    TRL is imported once per process, the model of each base checkpoint is loaded once, the rows of a source are
+    tokenised once per task, and nothing is written to disk.
+
+    Args:
+        evaluator: how checkpoints are scored.
+        device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
+        precision: ``"auto"``, ``"fp32"``, ``"bf16"`` or ``"fp16"`` for training.
+        torch_threads: CPU threads torch may use, set for the process; None leaves it alone. One thread is the
+            fastest on a shared machine and makes results equal bit for bit.
+    """
+
+    recorded = False
+
+    def __init__(
+        self,
+        evaluator: Evaluator | None = None,
+        device: str = "auto",
+        precision: str = "auto",
+        torch_threads: int | None = 1,
+    ) -> None:
+        self.evaluator = evaluator if evaluator is not None else Evaluator()
+        self._device_name, self._precision_name, self._torch_threads = device, precision, torch_threads
+        self._models: dict[str, LoadedModel] = {}
+        self._resident: _Resident | None = None
+        if device != "auto" or precision != "auto":
+            self._ready()  # a device or precision that is not there is refused at once
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        """Names of the algorithms it knows, in a fixed order."""
+        return tuple(ALGORITHMS)
+
+    def available(self, task: InnerTask) -> tuple[bool, ...]:
+        """Return for each of `algorithms` whether some source has the rows it trains on."""
+        sources = task.built.sources.values()
+        return tuple(any(spec.row_kind in source.rows for source in sources) for spec in ALGORITHMS.values())
+
+    def usable_sources(self, task: InnerTask, algorithm: str) -> tuple[str, ...]:
+        """Return the names of the sources that have the rows ``algorithm`` trains on, sorted."""
+        kind = ALGORITHMS[algorithm].row_kind
+        return tuple(name for name, source in task.built.sources.items() if kind in source.rows)
+
+    def base(self, task: InnerTask) -> Checkpoint:
+        """Return the task's base weights."""
+        return Checkpoint("base", self._load(task).model.base_weights)
+
+    def parameters(self, task: InnerTask) -> int:
+        """Return the number of parameters of the task's model."""
+        return self._load(task).model.parameters
+
+    def check(self, task: InnerTask, recipe: Recipe) -> None:
+        """Refuse a recipe that cannot run on the task, before the model is loaded; see `InnerTrainer.check`."""
+        check_recipe(task, recipe)
+
+    def step_cost_bound(self, task: InnerTask, recipe: Recipe) -> Cost:
+        """Return the most one optimiser step can cost."""
+        spec = check_recipe(task, recipe)
+        resident = self._load(task)
+        sequences = recipe.batch_size * recipe.gradient_accumulation
+        used = [name for name, weight in recipe.mix.items() if weight > 0]
+        if spec.on_policy:
+            prompt = max(self._longest_prompt(resident, name, spec.row_kind) for name in used)
+            completion = task.built.benchmark.max_new_tokens
+            scored = prompt + (prompt + completion if recipe.kl_coef else 0)
+            counts = (sequences * (prompt + completion), sequences * completion, sequences * scored)
+        else:
+            longest = max(self._tokenise(resident, name, recipe.max_length).longest for name in used)
+            counts = (sequences * longest, 0, 0)
+        return Cost(*counts, flops=self._flops(resident, recipe, *counts))
+
+    def evaluation_cost_bound(self, task: InnerTask, split: str) -> Cost:
+        """Return the most one evaluation can cost."""
+        resident = self._load(task)
+        benchmark = task.built.benchmark
+        items = benchmark.items(split)
+        generated = len(items) * self.evaluator.samples * benchmark.max_new_tokens
+        if ("", split) not in resident.longest_prompt:
+            ids = resident.model.tokenizer(text=[item.prompt for item in items])["input_ids"]
+            resident.longest_prompt["", split] = sum(map(len, ids))
+        scored = resident.longest_prompt["", split] * len(self.evaluator.seeds)
+        return Cost(0, generated, scored, 2.0 * resident.model.parameters * (generated + scored))
+
+    def begin(
+        self, task: InnerTask, recipe: Recipe, start: Checkpoint, seed: int, limit: Limit | None = None
+    ) -> TrlSession:
+        """Start a round, parked before its first step; see `InnerTrainer.begin`.
+
+        Raises:
+            ValueError: the recipe cannot run on the task, or no row keeps a completion token at ``max_length``.
+        """
+        spec = check_recipe(task, recipe)
+        resident = self._load(task)
+        device, precision = self._ready()
+        from .context import RoundContext
+        from .data import draw_mix
+        from .session import TrlSession
+
+        sources = {name: task.built.sources[name] for name, weight in recipe.mix.items() if weight > 0}
+        tokenised = (
+            {}
+            if spec.on_policy
+            else {name: self._tokenise(resident, name, recipe.max_length) for name in sources}
+        )
+        unsupervised, flags = _truncation_flags(tokenised, recipe.max_length)
+        rows = recipe.steps * recipe.batch_size * recipe.gradient_accumulation
+        if spec.on_policy:
+            rows //= recipe.num_generations
+        draw = draw_mix({n: len(s.rows[spec.row_kind]) for n, s in sources.items()}, recipe.mix, rows, seed)
+        module = importlib.import_module(f".{spec.module}", __package__)
+
+        def build() -> tuple[Any, Meter]:
+            context = RoundContext(
+                task=task,
+                recipe=recipe,
+                model=resident.model.with_weights(start.weights),
+                reference=lambda: resident.model.with_weights(start.weights).eval(),
+                tokenizer=resident.model.tokenizer,
+                draw=draw,
+                sources=sources,
+                tokenised=tokenised,
+                seed=seed,
+                precision=precision,
+                device=device,
+            )
+            built: tuple[Any, Meter] = module.build_trainer(context)
+            return built
+
+        return TrlSession(
+            build=build,
+            recipe=recipe,
+            start=start,
+            seed=seed,
+            checkpoint_id=checkpoint_id(task, start, recipe, seed),
+            flops=lambda m: self._flops(resident, recipe, m.trained_tokens, m.generated_tokens, m.scored_tokens),
+            step_bound=self.step_cost_bound(task, recipe),
+            limit=limit,
+            watch=FaultWatch(resident.model.template.config.vocab_size, spec.on_policy),
+            torch_threads=self._torch_threads,
+            flags=flags,
+            rows_without_supervision=unsupervised,
+        )
+
+    def evaluate(self, task: InnerTask, checkpoint: Checkpoint, split: str) -> tuple[Scorecard, Cost]:
+        """Score a checkpoint on one split; the base weights' score is computed once per task."""
+        resident = self._load(task)
+        if checkpoint.id == "base" and split in resident.base_scores:
+            return resident.base_scores[split]
+        from .models import load_weights
+
+        began = time.perf_counter()
+        model = resident.model.template
+        load_weights(model, checkpoint.weights)
+        scorecard, generated, scored = self.evaluator.evaluate(
+            model, resident.model.tokenizer, task.built.benchmark, split
+        )
+        cost = Cost(
+            generated_tokens=generated,
+            scored_tokens=scored,
+            flops=2.0 * resident.model.parameters * (generated + scored),
+            device_seconds=time.perf_counter() - began,
+        )
+        if checkpoint.id == "base":
+            resident.base_scores[split] = (scorecard, cost)
+        return scorecard, cost
+
+    def _ready(self) -> tuple[Any, str]:
+        import torch
+
+        from .models import quiet_libraries, resolve_device, resolve_precision
+
+        if self._torch_threads is not None and torch.get_num_threads() != self._torch_threads:
+            torch.set_num_threads(self._torch_threads)
+        quiet_libraries()
+        device = resolve_device(self._device_name)
+        return device, resolve_precision(self._precision_name, device)
+
+    def _load(self, task: InnerTask) -> _Resident:
+        if self._resident is None or self._resident.task is not task:
+            device, _ = self._ready()
+            from .models import load_model
+
+            folder = str(task.base_checkpoint())
+            if folder not in self._models:
+                import torch
+
+                self._models[folder] = load_model(task.base_checkpoint(), device, torch.float32)
+            self._resident = _Resident(task, self._models[folder])
+        return self._resident
+
+    def _tokenise(self, resident: _Resident, source: str, max_length: int) -> Any:
+        key = (source, max_length)
+        if key not in resident.tokenised:
+            from .data import tokenise_demonstrations
+
+            rows = resident.task.built.sources[source].rows["demonstrations"]
+            resident.tokenised[key] = tokenise_demonstrations(resident.model.tokenizer, rows, max_length)
+        return resident.tokenised[key]
+
+    def _longest_prompt(self, resident: _Resident, source: str, kind: str) -> int:
+        key = (source, kind)
+        if key not in resident.longest_prompt:
+            rows = resident.task.built.sources[source].rows[kind]
+            ids = resident.model.tokenizer(text=[row["prompt"] for row in rows])["input_ids"]
+            resident.longest_prompt[key] = max(map(len, ids))
+        return resident.longest_prompt[key]
+
+    def _flops(self, resident: _Resident, recipe: Recipe, trained: int, generated: int, scored: int) -> float:
+        total = resident.model.parameters
+        if recipe.lora_rank == 0:
+            per_trained_token = 6.0 * total
+        else:
+            adapter = lora_parameters(resident.model.template, recipe.lora_rank)
+            per_trained_token = 4.0 * total + 6.0 * adapter
+        return per_trained_token * trained + 2.0 * total * (generated + scored)
+
+
+def lora_parameters(model: Any, rank: int) -> int:
+    """Return the number of adapter parameters of rank ``rank`` on every linear layer but the output head."""
+    import torch
+
+    head = model.get_output_embeddings()
+    return sum(
+        rank * (module.in_features + module.out_features)
+        for module in model.modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
+    )
+
+
+def checkpoint_id(task: InnerTask, start: Checkpoint, recipe: Recipe, seed: int) -> str:
+    """Return the id of the checkpoint a round makes: equal for an equal round, in any process."""
+    text = f"{task.built.content_hash}/{start.id}/{recipe.content_hash}/{seed}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _truncation_flags(tokenised: dict[str, Any], max_length: int) -> tuple[int, tuple[str, ...]]:
+    lost = {name: rows.unsupervised for name, rows in tokenised.items() if rows.unsupervised}
+    total = sum(len(rows.input_ids) for rows in tokenised.values())
+    count = sum(map(len, lost.values()))
+    if tokenised and count == total:
+        needed = min(rows.smallest_max_length for rows in tokenised.values())
+        raise ValueError(
+            f"max_length: at {max_length} none of the {total} rows keeps a completion token; "
+            f"the smallest max_length that works is {needed}."
+        )
+    flags = tuple(
+        f"{len(rows)} of {len(tokenised[name].input_ids)} rows of source {name!r} keep no completion token at "
+        f"max_length {max_length}: rows {', '.join(map(str, rows[:10]))}{', …' if len(rows) > 10 else ''}"
+        for name, rows in lost.items()
+    )
+    return count, flags
+
+
