@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -84,7 +85,7 @@ class Checkpoint:
     """Weights held in memory, with where they came from.
 
     Attributes:
-        id: ``"base"`` for the task's own weights, else the hash of (parent, recipe, seed, task).
+        id: ``"base"`` for the task's own weights, else the `round_id` of the round that made them.
         weights: parameter name -> CPU tensor, or whatever the inner trainer keeps there.
         depth: rounds between the base weights and these.
     """
@@ -92,6 +93,12 @@ class Checkpoint:
     id: str
     weights: Any = field(repr=False, compare=False)
     depth: int = 0
+
+
+def round_id(task: InnerTask, start: Checkpoint, recipe: Recipe, seed: int) -> str:
+    """Return 16 hex digits that name a round and the checkpoint it makes: equal for an equal round, in any process."""
+    text = f"{task.built.content_hash}/{start.id}/{recipe.content_hash}/{seed}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -289,6 +296,9 @@ class InnerTrainer(Protocol):
 
     def available(self, task: InnerTask) -> tuple[bool, ...]:
         """Return for each of `algorithms` whether the task has the data it needs."""
+
+    def usable_sources(self, task: InnerTask, algorithm: str) -> tuple[str, ...]:
+        """Return the names of the sources that have the rows ``algorithm`` trains on, sorted."""
 
     def base(self, task: InnerTask) -> Checkpoint:
         """Return the task's base weights."""

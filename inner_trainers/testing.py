@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .base import Checkpoint, Cost, DimensionScore, Failure, Limit, RoundReport, Scorecard
+from .base import Checkpoint, Cost, DimensionScore, Failure, Limit, RoundReport, Scorecard, round_id
 from .messages import did_you_mean
 from .recipe import Adjustment, Recipe
 from .tasks.base import Benchmark, InnerTask, Item, Source, TaskFamily
@@ -317,15 +317,13 @@ class ScriptedSession:
 
     def result(self) -> tuple[RoundReport, Checkpoint | None]:
         """Return the report and the moved scores."""
-        from .trl.trainer import checkpoint_id
-
         ended = self._ended or "stopped"
         if self.step == 0 and self._failure is None:
             self._failure, ended = Failure("resources", "budget_too_small", 0, "no optimiser step was taken"), "failed"
         checkpoint = None
         if self._failure is None:
             checkpoint = Checkpoint(
-                checkpoint_id(self._task, self._start, self._recipe, self._seed),
+                round_id(self._task, self._start, self._recipe, self._seed),
                 {"scores": self._moved()},
                 self._start.depth + 1,
             )

@@ -10,3 +10,7 @@ except PackageNotFoundError:  # a source tree that was never installed
     __version__ = "0.0.0"
 
 __all__ = ["__version__"]
+
+from posttrain_gym.envs.registration import register as _register
+
+_register()

@@ -129,7 +129,7 @@ def _recalls(skill: str) -> list[Question]:
     if skill == "recall_binding":
         middles = [(f"{key}={value}", ACKNOWLEDGEMENT) for key in LETTERS for value in LETTERS]
     else:
-        requests = [(f"{prefix}{word}", answer) for prefix in _TRANSFORMS for word, answer in _transformed(prefix, (3,))]
+        requests = [(f"{form}{word}", answer) for form in _TRANSFORMS for word, answer in _transformed(form, (3,))]
         middles = [(request, answer) for request, answer in requests if split_of(f">{request}<") == "train"]
     questions = []
     for number, (key, value) in enumerate(itertools.product(LETTERS, LETTERS)):
@@ -272,10 +272,10 @@ def unrelated(question: Question, draws: Sequence[float]) -> str:
     """Return a wrong answer that shows nothing of the right one: the operand again, or letters picked blindly.
 
     Args:
-        question: a ``sort`` or ``reverse`` question.
+        question: a ``sort``, ``reverse``, ``marked`` or ``unmarked`` question; it helps as an answer to ``unmarked``.
         draws: two independent numbers in [0, 1).
     """
-    operand, answer = question.operand, question.answer
+    operand, answer = question.prompt.partition(":")[2].removesuffix("<"), question.answer
     if draws[0] < 0.7:
         return operand
     letters = int(draws[1] * 8 ** len(operand))

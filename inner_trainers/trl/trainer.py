@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..base import Checkpoint, Cost, Limit, Scorecard
+from ..base import Checkpoint, Cost, Limit, Scorecard, round_id
 from ..evaluation import Evaluator
 from ..faults import FaultWatch
 from ..recipe import Recipe
@@ -166,7 +165,7 @@ class TrlTrainer:
             recipe=recipe,
             start=start,
             seed=seed,
-            checkpoint_id=checkpoint_id(task, start, recipe, seed),
+            checkpoint_id=round_id(task, start, recipe, seed),
             flops=lambda m: self._flops(resident, recipe, m.trained_tokens, m.generated_tokens, m.scored_tokens),
             step_bound=self.step_cost_bound(task, recipe),
             limit=limit,
@@ -260,12 +259,6 @@ def lora_parameters(model: Any, rank: int) -> int:
         for module in model.modules()
         if isinstance(module, torch.nn.Linear) and module is not head
     )
-
-
-def checkpoint_id(task: InnerTask, start: Checkpoint, recipe: Recipe, seed: int) -> str:
-    """Return the id of the checkpoint a round makes: equal for an equal round, in any process."""
-    text = f"{task.built.content_hash}/{start.id}/{recipe.content_hash}/{seed}"
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _truncation_flags(tokenised: dict[str, Any], max_length: int) -> tuple[int, tuple[str, ...]]:

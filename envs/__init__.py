@@ -1,0 +1,1 @@
+"""The Gymnasium environments, their action and observation contracts, the budget and the journal of rounds."""

@@ -1,0 +1,134 @@
+"""What the policy sees: bounded float32 arrays, built by pure functions over a leading batch axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import gymnasium as gym
+import numpy as np
+
+from ..inner_trainers.base import CAUSES
+
+SCORE_COLUMNS = ("mean", "standard_error", "pass_at_1", "pass_at_k", "format_rate")
+CHECKPOINTS = ("base", "latest", "best")
+SIGNALS = ("loss", "loss_slope", "grad_norm", "entropy", "kl", "reward", "reward_std", "groups_without_spread")
+CURVE_COLUMNS = ("first_loss", "last_loss", "largest_grad_norm", "last_reward", "last_entropy")
+LOSS_SCALE = 10.0
+"""Losses, gradient norms and entropies x enter the observation as tanh(x / LOSS_SCALE)."""
+
+
+@dataclass(frozen=True)
+class ObservationLayout:
+    """Sizes that decide the observation's shapes.
+
+    Attributes:
+        sources: number of sources.
+        algorithms: number of algorithms.
+        dimensions: number of benchmark dimensions.
+        recipe_width: length of an encoded recipe.
+        history: rounds kept in ``history``.
+    """
+
+    sources: int
+    algorithms: int
+    dimensions: int
+    recipe_width: int
+    history: int
+
+    @property
+    def task_width(self) -> int:
+        """Length of ``task``: model size, rows per source, algorithm availability, dimension weights."""
+        return 1 + self.sources + self.algorithms + self.dimensions
+
+    @property
+    def scores_width(self) -> int:
+        """Length of ``scores``: per checkpoint the overall score, its error, and five columns per dimension."""
+        return len(CHECKPOINTS) * (2 + len(SCORE_COLUMNS) * self.dimensions)
+
+    @property
+    def last_width(self) -> int:
+        """Length of ``last``: the recipe, then gain, cost, share of steps done, failed, causes, curves, not-finite flag."""
+        return self.recipe_width + 4 + len(CAUSES) + len(CURVE_COLUMNS) + 1
+
+    @property
+    def round_width(self) -> int:
+        """Length of one round in ``history``: the recipe, gain, cost, failed."""
+        return self.recipe_width + 3
+
+    def space(self) -> gym.spaces.Dict:
+        """Return the observation space."""
+
+        def box(low: float, *shape: int) -> gym.spaces.Box:
+            return gym.spaces.Box(low, 1.0, shape, np.float32)
+
+        return gym.spaces.Dict(
+            {
+                "budget": box(0.0, 3),
+                "history": box(-1.0, self.history, self.round_width),
+                "last": box(-1.0, self.last_width),
+                "phase": box(0.0, 1),
+                "scores": box(0.0, self.scores_width),
+                "signals": box(-1.0, len(SIGNALS)),
+                "task": box(0.0, self.task_width),
+            }
+        )
+
+
+@dataclass
+class ObservationInputs:
+    """Raw quantities behind a batch of observations; ``n`` is the batch.
+
+    Attributes:
+        parameters: ``(n,)`` model parameters.
+        rows: ``(n, sources)`` rows per source.
+        available: ``(n, algorithms)`` 0 or 1.
+        dimension_weights: ``(n, dimensions)``.
+        scores: ``(n, scores_width)``.
+        budget: ``(n, 3)`` fractions left of budget, rounds and patience.
+        last: ``(n, last_width)`` without its flag, zeros before the first round.
+        history: ``(n, history, round_width)``, newest first.
+    """
+
+    parameters: np.ndarray
+    rows: np.ndarray
+    available: np.ndarray
+    dimension_weights: np.ndarray
+    scores: np.ndarray
+    budget: np.ndarray
+    last: np.ndarray
+    history: np.ndarray
+
+
+def observe(inputs: ObservationInputs) -> dict[str, np.ndarray]:
+    """Return a batch of observations: float32, finite, inside the space.
+
+    A quantity that was not finite is shown as 0 and raises the flag in the last column of ``last``.
+    """
+    count = len(inputs.parameters)
+    task = np.concatenate(
+        [
+            np.log10(np.maximum(inputs.parameters, 1.0))[:, None] / 12.0,
+            np.log10(np.maximum(inputs.rows, 1.0)) / 9.0,
+            inputs.available,
+            inputs.dimension_weights,
+        ],
+        axis=1,
+    )
+    raw = {
+        "budget": inputs.budget,
+        "history": inputs.history,
+        "last": inputs.last,
+        "phase": np.zeros((count, 1)),
+        "scores": inputs.scores,
+        "signals": np.zeros((count, len(SIGNALS))),
+        "task": task,
+    }
+    broken = np.zeros(count, dtype=bool)
+    clean = {}
+    for name, values in raw.items():
+        finite = np.isfinite(values)
+        broken |= ~finite.reshape(count, -1).all(axis=1)
+        low = -1.0 if name in ("history", "last", "signals") else 0.0
+        clean[name] = np.clip(np.where(finite, values, 0.0), low, 1.0).astype(np.float32)
+    clean["last"][:, -1] = np.maximum(clean["last"][:, -1], broken)
+    return clean

@@ -1,0 +1,376 @@
+"""`PostTrainingEnv`: one step is one real post-training round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from ..inner_trainers.base import CAUSES, InnerTrainer, RoundReport, Scorecard
+from ..inner_trainers.recipe import STARTS, Recipe
+from ..inner_trainers.tasks import InnerTask, TaskFamily, resolve_task
+from .budget import Budget
+from .decision_space import STOP, DecisionSpace
+from .journal import Journal
+from .observation import CHECKPOINTS, LOSS_SCALE, SCORE_COLUMNS, ObservationInputs, ObservationLayout, observe
+from .reward import RewardSettings, round_reward
+from .search import Outcome, Search
+
+SPLIT_SEEDS = {"train": "train_seeds", "test": "test_seeds"}
+
+
+class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
+    """Search over post-training recipes as an episode; the reward is benchmark gain minus its price in budget.
+
+    An episode is one search on one task instance. An action names an algorithm (0 is ``stop``), a starting
+    checkpoint, a data mix and hyperparameters; the step trains that round for real, evaluates the checkpoint on
+    validation items and returns what it gained. `docs/environment.md` has the table of every observation entry.
+
+    Terminated: ``stop``, or budget, rounds or patience are spent. Never truncated by itself.
+
+    Args:
+        task: a built-in family's name, ``module:Class``, an `InnerTask` or a `TaskFamily`.
+        split: ``"train"`` or ``"test"``: which of the family's instance seeds episodes draw from.
+        instances: instance seeds to draw from instead.
+        trainer: an `InnerTrainer`; None for the task's own, else TRL.
+        budget: a `Budget`, a mapping of its fields, or a limit in train tokens.
+        space: what may be tried; None for the default space of the family and the trainer.
+        evaluator: settings of the TRL trainer's `Evaluator`; only when ``trainer`` is None.
+        price: reward taken for spending the whole budget, in [0, 100].
+        failure_penalty: reward taken for a failed round, in [0, 100].
+        history: rounds kept in the observation, in [1, 100].
+        reuse: whether an equal round of the same episode is answered from memory at cost 0.
+        journal: folder (or `Journal`) where finished rounds are written and, after a restart, read back.
+        render_mode: None or ``"ansi"``: `render` then returns the last round in words.
+    """
+
+    metadata = {"render_modes": ["ansi"]}  # noqa: RUF012 (Gymnasium reads it from the class)
+
+    def __init__(
+        self,
+        task: str | InnerTask | TaskFamily = "letters",
+        *,
+        split: str = "train",
+        instances: Sequence[int] | None = None,
+        trainer: InnerTrainer | None = None,
+        budget: Budget | Mapping[str, Any] | float | None = None,
+        space: DecisionSpace | None = None,
+        evaluator: Mapping[str, Any] | None = None,
+        price: float = 0.1,
+        failure_penalty: float = 0.1,
+        history: int = 4,
+        reuse: bool = True,
+        journal: str | Journal | None = None,
+        render_mode: str | None = None,
+    ) -> None:
+        from ..inner_trainers.messages import did_you_mean, require_integer
+
+        if render_mode is not None and render_mode not in self.metadata["render_modes"]:
+            raise ValueError(f"render_mode: unknown {render_mode!r}; expected None or 'ansi'.")
+        if split not in SPLIT_SEEDS:
+            raise ValueError(f"split: unknown {split!r}.{did_you_mean(split, SPLIT_SEEDS)}")
+        self.render_mode = render_mode
+        self.family = resolve_task(task)
+        self.budget = Budget.from_any(budget)
+        self.reward_settings = RewardSettings(price, failure_penalty)
+        self.instances = tuple(getattr(self.family, SPLIT_SEEDS[split]) if instances is None else instances)
+        if not self.instances:
+            raise ValueError("instances: expected at least one instance seed.")
+        first = self.family.instance(self.instances[0])
+        self.trainer = _trainer_for(first, trainer, evaluator)
+        self.space = space if space is not None else default_space(first, self.trainer)
+        self._dimensions = first.built.benchmark.dimensions
+        self.layout = ObservationLayout(
+            sources=len(self.space.sources),
+            algorithms=len(self.space.algorithms),
+            dimensions=len(self._dimensions),
+            recipe_width=self.space.width,
+            history=require_integer("history", history, low=1, high=100),
+        )
+        self.action_space = self.space.action_space()
+        self.observation_space = self.layout.space()
+        self.on_step: Callable[[int, Mapping[str, float]], None] | None = None
+        self._reuse = reuse
+        self._journal = Journal(journal) if isinstance(journal, str) else journal
+        self._episode = -1
+        self._search: Search | None = None
+        self._instance = self.instances[0]
+
+    @property
+    def search(self) -> Search:
+        """The running search.
+
+        Raises:
+            RuntimeError: before the first `reset`.
+        """
+        if self._search is None:
+            raise RuntimeError("call reset() before using the environment.")
+        return self._search
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Start a search on an instance drawn from the seed.
+
+        Args:
+            seed: seeds the environment, and the action space with it.
+            options: ``{"instance": n}`` fixes the instance; any family seed is allowed.
+
+        Raises:
+            ValueError: an unknown option.
+        """
+        super().reset(seed=seed)
+        if seed is not None:
+            self.action_space.seed(seed)
+        options = dict(options or {})
+        instance = int(self.np_random.choice(self.instances))
+        instance = int(options.pop("instance", instance))
+        if options:
+            raise ValueError(f"options: unknown {sorted(options)}; known: ['instance'].")
+        self._instance = instance
+        self._episode += 1
+        self._search = Search(
+            self._task(instance),
+            self.trainer,
+            self.space,
+            self.budget,
+            seed=int(self.np_random.integers(2**31)),
+            journal=self._journal,
+            episode=self._episode,
+            reuse=self._reuse,
+            on_step=None if self.on_step is None else self._forward_step,
+        )
+        return self._observation(), self._info(None)
+
+    def step(self, action: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], float, bool, bool, dict[str, Any]]:
+        """Run one round.
+
+        Raises:
+            ValueError: an action outside the space, or the episode is over; nothing is trained or charged.
+        """
+        search = self.search
+        reason = search.ended()
+        if reason is not None:
+            raise ValueError(f"step: the episode is over ({reason}); call reset().")
+        self._check_action(action)
+        recipe = self.space.decode(action)
+        if recipe is None:
+            search.stopped = True
+            return self._observation(), 0.0, True, False, self._info(None)
+        outcome = search.run(recipe)
+        reward = round_reward(
+            outcome.best_before,
+            outcome.best_after,
+            search.scorecards["base"].score,
+            outcome.charged / self.budget.limit,
+            outcome.report.failure is not None,
+            self.reward_settings,
+        )
+        return self._observation(), float(reward), search.ended() is not None, False, self._info(outcome)
+
+    def action_masks(self) -> np.ndarray:
+        """Return ``(1 + algorithms + starts,)`` bool: the legal choices of ``algorithm``, then of ``start``.
+
+        The convention is sb3-contrib's: one flat array, the discrete parts in the order of the action space's keys.
+        """
+        legal = self.search.legal() if self._search is not None else dict.fromkeys(self.space.algorithms, True)
+        running = self._search is None or self._search.ended() is None
+        algorithms = [running and legal[name] for name in self.space.algorithms]
+        return np.array([True, *algorithms, *[True] * len(STARTS)], dtype=bool)
+
+    def encode_recipe(self, recipe: Recipe | None) -> dict[str, Any]:
+        """Return the action of a recipe (None is ``stop``); action wrappers answer in their own space."""
+        return self.space.encode(recipe)
+
+    def render(self) -> str | None:  # type: ignore[override]
+        """Return the last round in words when ``render_mode="ansi"``."""
+        if self.render_mode != "ansi" or self._search is None:
+            return None
+        search = self._search
+        head = f"instance {self._instance}  best {search.scorecards['best'].score:.3f} (base {search.scorecards['base'].score:.3f})"
+        left = f"budget left {search.ledger.left / self.budget.limit:.0%}"
+        return "\n".join([f"{head}  {left}", *[describe_round(i, o) for i, o in enumerate(search.outcomes, 1)][-1:]])
+
+    def _forward_step(self, number: int, row: Mapping[str, float]) -> None:
+        if self.on_step is not None:
+            self.on_step(number, row)
+
+    def _task(self, instance: int) -> InnerTask:
+        task = self.family.instance(instance)
+        built = task.built
+        if tuple(built.sources) != self.space.sources or built.benchmark.dimensions != self._dimensions:
+            raise ValueError(
+                f"instance {instance}: sources {tuple(built.sources)} and dimensions {built.benchmark.dimensions} "
+                f"differ from the space's {self.space.sources} and {self._dimensions}; "
+                "a family's instances must share their names."
+            )
+        return task
+
+    def _check_action(self, action: Any) -> None:
+        spaces = self.action_space.spaces
+        if not isinstance(action, Mapping) or set(action) != set(spaces):
+            given = sorted(action) if isinstance(action, Mapping) else type(action).__name__
+            raise ValueError(f"action: expected a mapping with keys {sorted(spaces)}, got {given}.")
+        for name, space in spaces.items():
+            value = action[name]
+            if isinstance(space, gym.spaces.Discrete):
+                number = np.asarray(value)
+                if number.shape != () or number.dtype.kind not in "iu" or not space.contains(number[()]):
+                    raise ValueError(f"action[{name!r}]: expected an integer in [0, {space.n - 1}], got {value!r}.")
+                continue
+            array = np.asarray(value, dtype=np.float64)
+            if array.shape != space.shape:
+                raise ValueError(f"action[{name!r}]: expected shape {space.shape}, got {array.shape}.")
+            if not (np.isfinite(array).all() and (np.abs(array) <= 1.0 + 1e-6).all()):
+                raise ValueError(f"action[{name!r}]: expected finite values in [-1, 1], got {array.tolist()}.")
+
+    def _observation(self) -> dict[str, np.ndarray]:
+        search = self.search
+        built = search.task.built
+        budget = self.budget
+        history = np.zeros((1, self.layout.history, self.layout.round_width))
+        for row, outcome in enumerate(reversed(search.outcomes[-self.layout.history :])):
+            history[0, row] = self._round_row(outcome)
+        last = np.zeros((1, self.layout.last_width))
+        if search.outcomes:
+            last[0] = self._last_row(search.outcomes[-1])
+        inputs = ObservationInputs(
+            parameters=np.array([float(self.trainer.parameters(search.task))]),
+            rows=np.array([[sum(map(len, source.rows.values())) for source in built.sources.values()]], dtype=float),
+            available=np.array([[float(there) for there in search.available.values()]]),
+            dimension_weights=np.array([[built.benchmark.weights[name] for name in self._dimensions]]),
+            scores=np.array([[x for name in CHECKPOINTS for x in _score_row(search.scorecards[name], self._dimensions)]]),
+            budget=np.array(
+                [
+                    [
+                        search.ledger.left / budget.limit,
+                        1.0 - search.rounds / budget.max_rounds,
+                        1.0 - search.rounds_without_best / budget.patience,
+                    ]
+                ]
+            ),
+            last=last,
+            history=history,
+        )
+        return {name: values[0] for name, values in observe(inputs).items()}
+
+    def _round_row(self, outcome: Outcome) -> np.ndarray:
+        report = outcome.report
+        gain = 0.0 if report.scorecard is None else report.scorecard.score - outcome.best_before
+        tail = [gain, outcome.charged / self.budget.limit, float(report.failure is not None)]
+        return np.concatenate([self.space.to_vector(report.recipe), tail])
+
+    def _last_row(self, outcome: Outcome) -> np.ndarray:
+        report = outcome.report
+        recipe_gain_cost = self._round_row(outcome)[:-1]
+        causes = [float(report.failure is not None and report.failure.cause == cause) for cause in CAUSES]
+        done = report.steps / report.recipe.steps
+        failed = float(report.failure is not None)
+        curves = [_squash(value) for value in _curve_summary(report)]
+        return np.concatenate([recipe_gain_cost, [done, failed], causes, curves, [0.0]])
+
+    def _info(self, outcome: Outcome | None) -> dict[str, Any]:
+        search = self.search
+        info: dict[str, Any] = {
+            "instance": self._instance,
+            "action_mask": self.action_masks(),
+            "budget_left": search.ledger.left / self.budget.limit,
+            "best_score": search.scorecards["best"].score,
+            "base_score": search.scorecards["base"].score,
+            "ended": search.ended(),
+            "recorded": self.trainer.recorded,
+        }
+        if outcome is not None:
+            info["round"] = round_info(outcome)
+        return info
+
+
+def default_space(task: InnerTask, trainer: InnerTrainer) -> DecisionSpace:
+    """Return the default decision space: every algorithm the trainer knows, every source of the task."""
+    return DecisionSpace(
+        algorithms=trainer.algorithms,
+        sources=tuple(task.built.sources),
+        usable={name: trainer.usable_sources(task, name) for name in trainer.algorithms},
+    )
+
+
+def round_info(outcome: Outcome) -> dict[str, Any]:
+    """Return a round's facts for ``info``: nothing a clock decides."""
+    report = outcome.report
+    score = None if report.scorecard is None else report.scorecard
+    return {
+        "recipe": report.recipe.to_dict(),
+        "checkpoint": report.checkpoint,
+        "start": report.start,
+        "seed": report.seed,
+        "steps": report.steps,
+        "ended": report.ended,
+        "score": None if score is None else score.score,
+        "score_error": None if score is None else score.standard_error,
+        "gain": None if score is None else score.score - outcome.best_before,
+        "improved": outcome.improved,
+        "charged": outcome.charged,
+        "learning_rates_used": [row["learning_rate"] for row in report.curves],
+        "supervised_tokens": report.supervised_tokens,
+        "failure": None if report.failure is None else vars(report.failure),
+        "flags": list(report.flags),
+        "cached": report.cached,
+    }
+
+
+def describe_round(number: int, outcome: Outcome) -> str:
+    """Return one line a person can read."""
+    report = outcome.report
+    mix = " ".join(f"{name} {weight:.0%}" for name, weight in report.recipe.mix.items() if weight >= 0.005)
+    recipe = f"{report.recipe.algorithm} from {report.recipe.start}, lr {report.recipe.learning_rate:.2g}, {report.steps} steps, {mix}"
+    if report.failure is not None:
+        return f"round {number}: {recipe} -> failed ({report.failure.cause}: {report.failure.evidence})"
+    assert report.scorecard is not None  # a round that did not fail was evaluated
+    mark = "  new best" if outcome.improved else ""
+    cached = "  cached, cost 0" if report.cached else ""
+    return f"round {number}: {recipe} -> {report.scorecard.score:.3f} ± {report.scorecard.standard_error:.3f}{mark}{cached}"
+
+
+def _trainer_for(
+    task: InnerTask, trainer: InnerTrainer | None, evaluator: Mapping[str, Any] | None
+) -> InnerTrainer:
+    if trainer is not None:
+        if evaluator is not None:
+            raise ValueError("evaluator: it configures the TRL trainer; with a trainer of your own, configure that.")
+        return trainer
+    own = task.trainer()
+    if own is not None:
+        return own
+    from ..inner_trainers.evaluation import Evaluator
+    from ..inner_trainers.messages import did_you_mean
+    from ..inner_trainers.trl.trainer import TrlTrainer
+
+    for key in evaluator or {}:
+        if key not in Evaluator.__dataclass_fields__:
+            raise ValueError(f"evaluator: unknown key {key!r}.{did_you_mean(str(key), Evaluator.__dataclass_fields__)}")
+    return TrlTrainer(Evaluator(**(evaluator or {})))
+
+
+def _score_row(scorecard: Scorecard, dimensions: Sequence[str]) -> list[float]:
+    row = [scorecard.score, scorecard.standard_error]
+    for name in dimensions:
+        row.extend(getattr(scorecard.dimensions[name], column) for column in SCORE_COLUMNS)
+    return row
+
+
+def _curve_summary(report: RoundReport) -> list[float]:
+    curves = report.curves
+    if not curves:
+        return [0.0] * 5
+    first, last = curves[0], curves[-1]
+    largest = max(row.get("grad_norm", 0.0) for row in curves)
+    return [first["loss"], last["loss"], largest, last.get("reward", 0.0), last.get("entropy", 0.0)]
+
+
+def _squash(value: float) -> float:
+    return float(np.tanh(value / LOSS_SCALE))
+
+
+__all__ = ["STOP", "PostTrainingEnv", "default_space", "describe_round", "round_info"]
