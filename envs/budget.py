@@ -21,7 +21,7 @@ class Budget:
         patience: the search ends after this many rounds in a row without a new best, in [1, 100000].
     """
 
-    limit: float = 600_000
+    limit: float = 200_000
     unit: str = "train_tokens"
     max_rounds: int = 8
     patience: int = 4

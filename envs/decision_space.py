@@ -171,7 +171,9 @@ class DecisionSpace:
     def decode_mix(self, algorithm: str, coordinates: Sequence[float]) -> dict[str, float]:
         """Return the mix at coordinates in [-1, 1]: weight (x + 1) / 2 per usable source, projected, on the grid."""
         usable = self.usable[algorithm]
-        raw = np.array([(float(x) + 1) / 2 for name, x in zip(self.sources, coordinates, strict=True) if name in usable])
+        raw = np.array(
+            [(float(x) + 1) / 2 for name, x in zip(self.sources, coordinates, strict=True) if name in usable]
+        )
         weights = on_simplex_grid(project_to_simplex(raw), MIX_GRID)
         return {name: float(weight) for name, weight in zip(usable, weights, strict=True) if weight > 0}
 

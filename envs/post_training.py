@@ -46,7 +46,7 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
         render_mode: None or ``"ansi"``: `render` then returns the last round in words.
     """
 
-    metadata = {"render_modes": ["ansi"]}  # noqa: RUF012 (Gymnasium reads it from the class)
+    metadata = {"render_modes": ["ansi"]}
 
     def __init__(
         self,
@@ -241,7 +241,9 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
             rows=np.array([[sum(map(len, source.rows.values())) for source in built.sources.values()]], dtype=float),
             available=np.array([[float(there) for there in search.available.values()]]),
             dimension_weights=np.array([[built.benchmark.weights[name] for name in self._dimensions]]),
-            scores=np.array([[x for name in CHECKPOINTS for x in _score_row(search.scorecards[name], self._dimensions)]]),
+            scores=np.array(
+                [[x for name in CHECKPOINTS for x in _score_row(search.scorecards[name], self._dimensions)]]
+            ),
             budget=np.array(
                 [
                     [
@@ -281,6 +283,7 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
             "base_score": search.scorecards["base"].score,
             "ended": search.ended(),
             "recorded": self.trainer.recorded,
+            "replayed": outcome is not None and outcome.replayed,
         }
         if outcome is not None:
             info["round"] = round_info(outcome)
@@ -297,7 +300,10 @@ def default_space(task: InnerTask, trainer: InnerTrainer) -> DecisionSpace:
 
 
 def round_info(outcome: Outcome) -> dict[str, Any]:
-    """Return a round's facts for ``info``: nothing a clock decides."""
+    """Return a round's facts for ``info``: nothing a clock decides.
+
+    ``curves`` has a row per optimiser step; its ``learning_rate`` is the one that step used.
+    """
     report = outcome.report
     score = None if report.scorecard is None else report.scorecard
     return {
@@ -312,7 +318,7 @@ def round_info(outcome: Outcome) -> dict[str, Any]:
         "gain": None if score is None else score.score - outcome.best_before,
         "improved": outcome.improved,
         "charged": outcome.charged,
-        "learning_rates_used": [row["learning_rate"] for row in report.curves],
+        "curves": [dict(row) for row in report.curves],
         "supervised_tokens": report.supervised_tokens,
         "failure": None if report.failure is None else vars(report.failure),
         "flags": list(report.flags),
@@ -333,9 +339,7 @@ def describe_round(number: int, outcome: Outcome) -> str:
     return f"round {number}: {recipe} -> {report.scorecard.score:.3f} ± {report.scorecard.standard_error:.3f}{mark}{cached}"
 
 
-def _trainer_for(
-    task: InnerTask, trainer: InnerTrainer | None, evaluator: Mapping[str, Any] | None
-) -> InnerTrainer:
+def _trainer_for(task: InnerTask, trainer: InnerTrainer | None, evaluator: Mapping[str, Any] | None) -> InnerTrainer:
     if trainer is not None:
         if evaluator is not None:
             raise ValueError("evaluator: it configures the TRL trainer; with a trainer of your own, configure that.")

@@ -116,9 +116,7 @@ class Search:
 
     def legal(self) -> dict[str, bool]:
         """Return for each algorithm whether the task has its data and the budget pays one step and its evaluation."""
-        return {
-            name: there and self.ledger.can_pay(self._cheapest[name]) for name, there in self.available.items()
-        }
+        return {name: there and self.ledger.can_pay(self._cheapest[name]) for name, there in self.available.items()}
 
     def ended(self) -> str | None:
         """Return why no further round may run (``"stop"``, ``"rounds"``, ``"patience"``, ``"budget"``), or None."""

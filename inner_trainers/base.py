@@ -225,8 +225,9 @@ class RoundReport:
         """Return plain JSON types; non-finite curve values become None, as JSON has none."""
         data = asdict(replace(self, recipe=None, curves=()))  # type: ignore[arg-type]
         data["recipe"] = self.recipe.to_dict()
-        data["curves"] = [{k: (v if v == v and abs(v) != float("inf") else None) for k, v in row.items()}
-                          for row in self.curves]
+        data["curves"] = [
+            {k: (v if v == v and abs(v) != float("inf") else None) for k, v in row.items()} for row in self.curves
+        ]
         data["flags"] = list(self.flags)
         return data
 

@@ -40,9 +40,7 @@ class FaultWatch:
         if self._first_loss is None:
             self._first_loss = abs(loss)
         limit = (
-            EXPLODED_POLICY_LOSS
-            if self._on_policy
-            else EXPLOSION_FACTOR * max(self._first_loss, self._uniform_loss)
+            EXPLODED_POLICY_LOSS if self._on_policy else EXPLOSION_FACTOR * max(self._first_loss, self._uniform_loss)
         )
         if abs(loss) > limit:
             evidence = f"the loss was {loss:.4g} at step {step}, above {limit:.4g} (first loss {self._first_loss:.4g})"

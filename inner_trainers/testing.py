@@ -105,9 +105,7 @@ class TinyTask(InnerTask):
 
         def items(last: str) -> list[Item]:
             names = ("early", "late")
-            return [
-                Item(f"{a}{b}{last}=", names[a > "d"], {"answer": a}) for a in "abcdefgh" for b in "ef"
-            ]
+            return [Item(f"{a}{b}{last}=", names[a > "d"], {"answer": a}) for a in "abcdefgh" for b in "ef"]
 
         return Benchmark(
             weights={"early": 0.5, "late": 0.5},
@@ -287,8 +285,12 @@ class ScriptedSession:
             scripted = self._fault or []
             loss = float(scripted[self.step]) if self.step < len(scripted) else 1.0 / (self.step + 1)
             self._curves.append(
-                {"step": self.step + 1.0, "loss": loss, "grad_norm": 1.0,
-                 "learning_rate": self._recipe.learning_rate * self._factor}
+                {
+                    "step": self.step + 1.0,
+                    "loss": loss,
+                    "grad_norm": 1.0,
+                    "learning_rate": self._recipe.learning_rate * self._factor,
+                }
             )
             failure = watch.observe(self.step, loss, 1.0)
             if failure is not None:

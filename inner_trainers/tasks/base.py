@@ -210,22 +210,26 @@ class BuiltTask:
         for source in sorted(task.sources(), key=lambda s: s.name):
             if source.name in sources:
                 raise ValueError(f"task {task.name!r}: two sources are called {source.name!r}.")
-            clean = {
-                kind: [row for row in rows if not _leaks(row, held_out)] for kind, rows in source.rows.items()
-            }
+            clean = {kind: [row for row in rows if not _leaks(row, held_out)] for kind, rows in source.rows.items()}
             removed = sum(len(source.rows[kind]) - len(rows) for kind, rows in clean.items())
             if removed:
                 leaked[source.name] = removed
                 source = Source(source.name, {k: r for k, r in clean.items() if r}, source.verifier)
             sources[source.name] = source
-            digest.update(json.dumps([source.name, {k: list(map(dict, r)) for k, r in source.rows.items()}],
-                                     sort_keys=True, default=str).encode())
+            digest.update(
+                json.dumps(
+                    [source.name, {k: list(map(dict, r)) for k, r in source.rows.items()}], sort_keys=True, default=str
+                ).encode()
+            )
         if not sources:
             raise ValueError(f"task {task.name!r}: it has no sources.")
         for split in SPLITS:
             for item in benchmark.items(split):
-                digest.update(json.dumps([split, item.prompt, item.dimension, dict(item.data)],
-                                         sort_keys=True, default=str).encode())
+                digest.update(
+                    json.dumps(
+                        [split, item.prompt, item.dimension, dict(item.data)], sort_keys=True, default=str
+                    ).encode()
+                )
         digest.update(json.dumps([dict(benchmark.weights), benchmark.max_new_tokens], sort_keys=True).encode())
         folder = task.base_checkpoint()
         for file in sorted(Path(folder).iterdir()) if Path(folder).is_dir() else []:

@@ -31,9 +31,7 @@ class TokenisedRows:
     smallest_max_length: int
 
 
-def tokenise_demonstrations(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], max_length: int
-) -> TokenisedRows:
+def tokenise_demonstrations(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], max_length: int) -> TokenisedRows:
     """Tokenise prompt/completion rows exactly as TRL's SFT trainer does, with completion-only labels."""
     eos = tokenizer.eos_token or ""
     texts = [

@@ -73,9 +73,7 @@ def build_trainer(context: RoundContext) -> tuple[GRPOTrainer, Meter]:
 
 
 def _reward_function(context: RoundContext, names: list[str]) -> Any:
-    def verified(
-        completions: list[str], source_index: list[int], row_index: list[int], **_: Any
-    ) -> list[float]:
+    def verified(completions: list[str], source_index: list[int], row_index: list[int], **_: Any) -> list[float]:
         rewards = []
         for completion, source_number, index in zip(completions, source_index, row_index, strict=True):
             source = context.sources[names[source_number]]

@@ -138,7 +138,9 @@ def resolve_precision(precision: str, device: torch.device) -> str:
         raise ValueError(f"precision: unknown {precision!r}; expected one of {', '.join(PRECISIONS)}.")
     if device.type != "cuda":
         if precision in ("bf16", "fp16"):
-            raise ValueError(f"precision: {precision!r} needs a CUDA device, this run is on {device}; use 'fp32' or 'auto'.")
+            raise ValueError(
+                f"precision: {precision!r} needs a CUDA device, this run is on {device}; use 'fp32' or 'auto'."
+            )
         return "fp32"
     if precision == "auto":
         return "bf16" if torch.cuda.is_bf16_supported() else "fp32"

@@ -143,7 +143,9 @@ class TrlSession:
             ValueError: the round has ended.
         """
         if self.done:
-            raise ValueError(f"adjustment {adjustment.kind!r}: the round has ended ({self._ended}) at step {self.step}.")
+            raise ValueError(
+                f"adjustment {adjustment.kind!r}: the round has ended ({self._ended}) at step {self.step}."
+            )
         if adjustment.kind == "stop":
             self._stop_asked = True
             self._ended = "stopped"
@@ -258,7 +260,9 @@ class TrlSession:
 
     def _scale_learning_rate(self, factor: float) -> None:
         scheduler, optimizer = self._trainer.lr_scheduler, self._trainer.optimizer
-        if scheduler is None or self._thread is None:  # before the first step nothing is built yet: the peak itself moves
+        if (
+            scheduler is None or self._thread is None
+        ):  # before the first step nothing is built yet: the peak itself moves
             self._trainer.args.learning_rate *= factor
             return
         base = getattr(scheduler, "scheduler", scheduler)  # accelerate wraps it
@@ -394,6 +398,16 @@ def _take_apart(trainer: Any) -> None:
         inner.param_groups.clear()
     for name in vars(trainer):
         trainer.__dict__[name] = None
+
+
+@contextmanager
+def caller_random_state_kept() -> Iterator[None]:
+    """Leave the global random number generators as they were, whatever the block draws."""
+    state = _random_state()
+    try:
+        yield
+    finally:
+        _restore_random_state(state)
 
 
 def _random_state() -> tuple[Any, ...]:

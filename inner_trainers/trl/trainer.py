@@ -11,11 +11,11 @@ from ..base import Checkpoint, Cost, Limit, Scorecard, round_id
 from ..evaluation import Evaluator
 from ..faults import FaultWatch
 from ..recipe import Recipe
-from .algorithms import ALGORITHMS, AlgorithmSpec, check_recipe
+from .algorithms import ALGORITHMS, check_recipe
 
 if TYPE_CHECKING:
     from ..tasks.base import InnerTask
-    from .models import LoadedModel, Weights
+    from .models import LoadedModel
     from .session import Meter, TrlSession
 
 
@@ -132,9 +132,7 @@ class TrlTrainer:
 
         sources = {name: task.built.sources[name] for name, weight in recipe.mix.items() if weight > 0}
         tokenised = (
-            {}
-            if spec.on_policy
-            else {name: self._tokenise(resident, name, recipe.max_length) for name in sources}
+            {} if spec.on_policy else {name: self._tokenise(resident, name, recipe.max_length) for name in sources}
         )
         unsupervised, flags = _truncation_flags(tokenised, recipe.max_length)
         rows = recipe.steps * recipe.batch_size * recipe.gradient_accumulation
@@ -218,7 +216,10 @@ class TrlTrainer:
             if folder not in self._models:
                 import torch
 
-                self._models[folder] = load_model(task.base_checkpoint(), device, torch.float32)
+                from .session import caller_random_state_kept
+
+                with caller_random_state_kept():  # building a module draws its initial weights before they are loaded
+                    self._models[folder] = load_model(task.base_checkpoint(), device, torch.float32)
             self._resident = _Resident(task, self._models[folder])
         return self._resident
 
@@ -277,5 +278,3 @@ def _truncation_flags(tokenised: dict[str, Any], max_length: int) -> tuple[int, 
         for name, rows in lost.items()
     )
     return count, flags
-
-

@@ -1,0 +1,240 @@
+"""Benchmarks that measure both sides in one run and give ratios; nothing here is asserted in tests."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..inner_trainers.messages import did_you_mean
+
+STEPS, BATCH, RATE = 20, 32, 3e-4
+INSTANCE = 0
+
+
+def run_bench(name: str, repeats: int) -> dict[str, Any]:
+    """Run the benchmark of a name.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    if name not in BENCHES:
+        raise ValueError(f"bench: unknown {name!r}.{did_you_mean(name, BENCHES)}")
+    result = BENCHES[name](repeats)
+    return {"bench": name, "repeats": repeats, "python": platform.python_version(), **result}
+
+
+def bench_round(repeats: int) -> dict[str, Any]:
+    """One `env.step` of a 20-step SFT round with its evaluation, against the same written plainly with TRL.
+
+    The plain side builds a fresh trainer on text rows, which TRL tokenises, and samples with `generate`; both sides
+    run in this warm process, interleaved, at the same batch, rate, rows, items and number of samples.
+    """
+    import gymnasium as gym
+
+    import posttrain_gym  # noqa: F401 (registers the ids)
+
+    env = gym.make("PostTrain/Recipe-v0", instances=[INSTANCE], reuse=False, budget={"limit": 1e12, "max_rounds": 1000})
+    base: Any = env.unwrapped
+    env.reset(seed=0)
+    recipe = base.space.recipe("sft", steps=STEPS, batch_size=BATCH, learning_rate=RATE, start="base")
+    action = base.encode_recipe(recipe)
+    plain = _PlainRound(base)
+    env.step(action)
+    plain.run()
+    ours, theirs = [], []
+    for _ in range(repeats):
+        ours.append(_timed(lambda: env.step(action)))
+        theirs.append(_timed(plain.run))
+    return {
+        "env_step_seconds": _spread([wall for wall, _ in ours]),
+        "plain_seconds": _spread([wall for wall, _ in theirs]),
+        "ratio": statistics.median(o[0] / t[0] for o, t in zip(ours, theirs, strict=True)),
+        "cpu_ratio": statistics.median(o[1] / t[1] for o, t in zip(ours, theirs, strict=True)),
+        "target_ratio": 0.8,
+    }
+
+
+class _PlainRound:
+    """The same training and evaluation as a person writes them with TRL and transformers."""
+
+    def __init__(self, env: Any) -> None:
+        from transformers import AutoTokenizer
+
+        self.task = env.search.task
+        self.folder = self.task.base_checkpoint()
+        self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
+        self.evaluator = env.trainer.evaluator
+        sources = self.task.built.sources
+        per_source = STEPS * BATCH // len(sources)
+        self.rows = []
+        for source in sources.values():
+            rows = list(source.rows["demonstrations"])
+            self.rows += [dict(rows[i % len(rows)]) for i in range(per_source)]
+
+    def run(self) -> float:
+        import tempfile
+
+        import datasets
+        import torch
+        from transformers import AutoModelForCausalLM
+        from trl import SFTConfig, SFTTrainer
+
+        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+        rows = [{"prompt": row["prompt"], "completion": row["completion"]} for row in self.rows]
+        trainer = SFTTrainer(
+            model=model,
+            args=SFTConfig(
+                output_dir=tempfile.gettempdir(),
+                max_steps=STEPS,
+                per_device_train_batch_size=BATCH,
+                learning_rate=RATE,
+                lr_scheduler_type="constant",
+                bf16=False,
+                gradient_checkpointing=False,
+                use_cpu=not torch.cuda.is_available(),
+                report_to=[],
+                save_strategy="no",
+                disable_tqdm=True,
+                logging_steps=STEPS,
+                dataloader_pin_memory=False,
+            ),
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=self.tokenizer,
+        )
+        from transformers import PrinterCallback
+
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        return self.score(trainer.model.eval())
+
+    def score(self, model: Any) -> float:
+        import torch
+
+        benchmark = self.task.built.benchmark
+        items = benchmark.validation
+        inputs = self.tokenizer([item.prompt for item in items], return_tensors="pt", padding=True)
+        inputs = {k: v.to(model.device) for k, v in inputs.items() if k != "token_type_ids"}
+        total = 0.0
+        for seed in self.evaluator.seeds:
+            torch.manual_seed(seed)
+            with torch.no_grad():
+                output = model.generate(
+                    **inputs,
+                    do_sample=True,
+                    temperature=1.0,
+                    top_k=0,
+                    max_new_tokens=benchmark.max_new_tokens,
+                    num_return_sequences=self.evaluator.samples_per_seed,
+                    pad_token_id=self.tokenizer.pad_token_id,
+                )
+            texts = self.tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+            samples = self.evaluator.samples_per_seed
+            total += sum(benchmark.score(items[i // samples], text) for i, text in enumerate(texts))
+        return total / (len(items) * self.evaluator.samples)
+
+
+def bench_rounds_per_hour(repeats: int) -> dict[str, Any]:
+    """Rounds per hour of one process that runs many, against a fresh process per round that imports TRL."""
+    import gymnasium as gym
+
+    import posttrain_gym  # noqa: F401 (registers the ids)
+
+    env = gym.make("PostTrain/Recipe-v0", instances=[INSTANCE], reuse=False, budget={"limit": 1e12, "max_rounds": 1000})
+    base: Any = env.unwrapped
+    env.reset(seed=0)
+    action = base.encode_recipe(
+        base.space.recipe("sft", steps=STEPS, batch_size=BATCH, learning_rate=RATE, start="base")
+    )
+    env.step(action)
+    code = (
+        "import gymnasium as gym, posttrain_gym\n"
+        f"env = gym.make('PostTrain/Recipe-v0', instances=[{INSTANCE}], budget={{'limit': 1e12, 'max_rounds': 1000}})\n"
+        "env.reset(seed=0)\n"
+        "b = env.unwrapped\n"
+        f"a = b.encode_recipe(b.space.recipe('sft', steps={STEPS}, batch_size={BATCH}, learning_rate={RATE}, "
+        "start='base'))\n"
+        "env.step(a)\n"
+    )
+    ours, theirs = [], []
+    for _ in range(repeats):
+        ours.append(_timed(lambda: env.step(action))[0])
+        theirs.append(_timed(lambda: subprocess.run([sys.executable, "-c", code], check=True, capture_output=True))[0])
+    return {
+        "rounds_per_hour": 3600 / statistics.median(ours),
+        "fresh_process_rounds_per_hour": 3600 / statistics.median(theirs),
+        "ratio": statistics.median(t / o for o, t in zip(ours, theirs, strict=True)),
+        "target_ratio": 4.0,
+    }
+
+
+def bench_memory(repeats: int) -> dict[str, Any]:
+    """Resident memory after round 30 against round 5 of one process, SFT and GRPO in turn; repeats are unused."""
+    import gymnasium as gym
+
+    import posttrain_gym  # noqa: F401 (registers the ids)
+
+    env = gym.make(
+        "PostTrain/Recipe-v0",
+        instances=[INSTANCE],
+        reuse=False,
+        budget={"limit": 1e12, "max_rounds": 1000, "patience": 1000},
+    )
+    base: Any = env.unwrapped
+    env.reset(seed=0)
+    resident = []
+    for number in range(30):
+        recipe = base.space.recipe(("sft", "grpo")[number % 2], steps=STEPS, learning_rate=RATE, start="base")
+        env.step(base.encode_recipe(recipe))
+        resident.append(_resident_megabytes())
+    return {
+        "after_round_5_mb": resident[4],
+        "after_round_30_mb": resident[29],
+        "ratio": resident[29] / resident[4],
+        "target_ratio": 1.05,
+    }
+
+
+def bench_import(repeats: int) -> dict[str, Any]:
+    """Seconds that `import posttrain_gym` adds to a bare interpreter's start, and whether it loads torch."""
+    code = "import sys, posttrain_gym; print('torch' in sys.modules)"
+    ours, bare, torch_loaded = [], [], False
+    for _ in range(repeats):
+        began = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+        ours.append(time.perf_counter() - began)
+        torch_loaded = torch_loaded or done.stdout.strip() == "True"
+        bare.append(_timed(lambda: subprocess.run([sys.executable, "-c", "pass"], check=True))[0])
+    return {
+        "import_seconds": statistics.median(ours) - statistics.median(bare),
+        "loads_torch": torch_loaded,
+        "target_seconds": 0.5,
+    }
+
+
+BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
+    "import": bench_import,
+    "memory": bench_memory,
+    "round": bench_round,
+    "rounds-per-hour": bench_rounds_per_hour,
+}
+
+
+def _timed(action: Callable[[], Any]) -> tuple[float, float]:
+    wall, cpu = time.perf_counter(), time.process_time()
+    action()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def _resident_megabytes() -> float:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        pages = int(file.read().split()[1])
+    return pages * 4096 / 2**20

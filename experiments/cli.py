@@ -1,0 +1,478 @@
+"""The command line: ``posttrain-gym demo | train | evaluate | compare | run-recipe | tasks | policies | bench``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from .. import __version__
+
+if TYPE_CHECKING:
+    from .comparison import Comparison, EpisodeResult
+    from .settings import EnvSettings
+    from .train import RoundEvent
+
+app = typer.Typer(
+    help="LLM post-training as a Gymnasium environment: one step is one real training round.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console(highlight=False)
+errors = Console(stderr=True, highlight=False)
+
+Task = Annotated[str, typer.Option("--task", help="Built-in family, or module:Class of your own task.")]
+Limit = Annotated[float, typer.Option("--budget", help="Budget of one episode, in --unit.")]
+Unit = Annotated[str, typer.Option("--unit", help="train_tokens, flops or device_seconds.")]
+Rounds = Annotated[int, typer.Option("--max-rounds", help="Rounds of one episode at most.")]
+Patience = Annotated[int, typer.Option("--patience", help="Rounds without a new best that end an episode.")]
+Price = Annotated[float, typer.Option("--price", help="Reward taken for spending the whole budget.")]
+Samples = Annotated[int, typer.Option("--samples", help="Completions per item and evaluation seed.")]
+Devices = Annotated[str, typer.Option("--devices", help="Devices dealt to workers in turn, e.g. cuda:0,cuda:1.")]
+Workers = Annotated[int, typer.Option("--workers", min=1, help="Processes.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Instances = Annotated[
+    str, typer.Option("--instances", help="Seeds, e.g. 10000,10003 or 10000-10004; default: first 3 of meta-test.")
+]
+Seeds = Annotated[str, typer.Option("--seeds", help="Episode seeds, e.g. 0,1,2 or 0-4.")]
+
+
+def main() -> None:
+    """Run the command line; errors a person can act on are one paragraph and exit code 2."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads collapse on a shared machine
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.path.insert(0, os.getcwd())  # module:Class of a person's own folder
+    try:
+        app()
+    except (ValueError, RuntimeError) as error:
+        errors.print(f"[bold red]error[/]: {_plain(str(error))}")
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        errors.print(
+            "interrupted: finished rounds are kept; run the same command again (train: with --resume) to go on."
+        )
+        raise SystemExit(130) from None
+
+
+@app.callback(invoke_without_command=True)
+def _top(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        console.print(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the run and its report.")] = Path("runs/demo"),
+    rounds: Annotated[int, typer.Option(min=1, help="Decisions of meta-training.")] = 160,
+    instances: Annotated[int, typer.Option(min=1, help="Unseen instances of the comparison.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Episodes per policy and instance.")] = 2,
+    seed: Annotated[int, typer.Option(help="Seed of meta-training.")] = 0,
+) -> None:
+    """Train a meta-policy on real rounds, compare it with heuristics at equal budget, leave a report."""
+    from .demo import DemoSettings, run_demo
+
+    settings = DemoSettings(train_rounds=rounds, instances=instances, seeds=seeds, seed=seed)
+    with _Progress() as progress:
+        report, comparison = run_demo(
+            settings,
+            out,
+            command=_command(),
+            on_round=progress.round,
+            on_episode=progress.episode,
+            on_stage=progress.stage,
+        )
+    _print_comparison(comparison)
+    console.print(f"report: {report}")
+
+
+@app.command()
+def train(
+    out: Annotated[Path, typer.Option(help="Run folder.")],
+    task: Task = "letters",
+    algo: Annotated[str, typer.Option(help="a2c, maskable_ppo, ppo, sac or td3.")] = "maskable_ppo",
+    rounds: Annotated[int, typer.Option(min=1, help="Decisions in total; each is one round or an early stop.")] = 128,
+    envs: Annotated[int, typer.Option(min=1, help="Environments side by side, one process each.")] = 1,
+    seed: Annotated[int, typer.Option(help="Decides every random choice of the run.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
+    budget: Limit = 200_000,
+    unit: Unit = "train_tokens",
+    max_rounds: Rounds = 8,
+    patience: Patience = 4,
+    price: Price = 0.1,
+    samples: Samples = 4,
+    devices: Devices = "",
+) -> None:
+    """Train a meta-policy with Stable-Baselines3 on real rounds."""
+    from ..meta_policies.sb3 import sb3_algorithm
+    from .train import TrainSettings
+    from .train import train as run
+
+    sb3_algorithm(algo)
+    environment = _environment(task, "train", "", budget, unit, max_rounds, patience, price, samples, devices)
+    settings = TrainSettings(environment, algo, rounds, envs, seed)
+    with _Progress() as progress:
+        progress.stage(f"training {algo} on {task}: {rounds} decisions, {envs} environment(s), run folder {out}")
+        policy, episodes = run(settings, out, resume=resume, on_round=progress.round)
+    console.print(f"policy: {policy}  ({len(episodes)} episodes)")
+    console.print(f"curves: tensorboard --logdir {out / 'tensorboard'}")
+    console.print(f"next:   posttrain-gym compare --task {task} --out {out}-compare random {policy}")
+
+
+@app.command()
+def evaluate(
+    policy: Annotated[str, typer.Argument(help="Heuristic by name, or the .zip of a trained policy.")],
+    task: Task = "letters",
+    instances: Instances = "",
+    seeds: Seeds = "0",
+    budget: Limit = 200_000,
+    unit: Unit = "train_tokens",
+    max_rounds: Rounds = 8,
+    patience: Patience = 4,
+    price: Price = 0.1,
+    samples: Samples = 4,
+    devices: Devices = "",
+    as_json: Json = False,
+) -> None:
+    """Run one policy on meta-test instances and print what it reached on test items."""
+    from ..meta_policies.catalogue import check_policy_name
+    from .comparison import summarise
+    from .episodes import run_named_episode
+
+    check_policy_name(policy)
+    environment = _environment(task, "test", "", budget, unit, max_rounds, patience, price, samples, devices)
+    results = []
+    for instance in _instances(environment, instances):
+        for seed in _integers("seeds", seeds):
+            result = run_named_episode(environment, policy, instance, seed)
+            results.append(result)
+            if not as_json:
+                console.print(_episode_line(result))
+    comparison = summarise(results)
+    _print_json(comparison) if as_json else _print_comparison(comparison)
+
+
+@app.command()
+def compare(
+    policies: Annotated[list[str], typer.Argument(help="Heuristics by name, trained policies by .zip file.")],
+    out: Annotated[Path, typer.Option(help="Result folder; an interrupted comparison goes on in it.")],
+    task: Task = "letters",
+    instances: Instances = "",
+    seeds: Seeds = "0,1,2",
+    workers: Workers = 1,
+    reference: Annotated[str, typer.Option(help="Policy the others are held against; default: the first.")] = "",
+    budget: Limit = 200_000,
+    unit: Unit = "train_tokens",
+    max_rounds: Rounds = 8,
+    patience: Patience = 4,
+    price: Price = 0.1,
+    samples: Samples = 4,
+    devices: Devices = "",
+    as_json: Json = False,
+) -> None:
+    """Run policies on the same unseen instances, seeds and budget; print gains and regrets with intervals."""
+    from .compare import compare as run
+    from .episodes import policy_label
+    from .report import write_report
+
+    environment = _environment(task, "test", "", budget, unit, max_rounds, patience, price, samples, devices)
+    chosen, repeats = _instances(environment, instances), _integers("seeds", seeds)
+    with _Progress(quiet=as_json) as progress:
+        comparison = run(
+            environment,
+            policies,
+            chosen,
+            repeats,
+            out,
+            workers=workers,
+            reference=policy_label(reference) if reference else None,
+            on_episode=progress.episode,
+        )
+    facts = {"environment": environment.to_dict(), "instances": chosen, "seeds": repeats, "workers": workers}
+    report = write_report(out, comparison, None, facts, _command())
+    if as_json:
+        _print_json(comparison)
+    else:
+        _print_comparison(comparison)
+        console.print(f"report: {report}")
+
+
+@app.command("run-recipe")
+def run_recipe(
+    recipe: Annotated[Path, typer.Argument(help="YAML or JSON file with the recipe's fields.")],
+    task: Task = "letters",
+    instance: Annotated[int, typer.Option(help="Instance seed.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the round.")] = 0,
+    save: Annotated[Path | None, typer.Option(help="Write the weights here as safetensors.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Train one recipe from the base checkpoint and print its scores; no environment, no policy."""
+    from .run_recipe import run_recipe as run
+
+    result = run(recipe, task, instance, seed, save)
+    console.print_json(data=result) if as_json else _print_round(result)
+
+
+@app.command()
+def tasks(
+    task: Annotated[str, typer.Argument(help="Show an instance of this task.")] = "",
+    instance: Annotated[int, typer.Option(help="Instance seed.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """List the built-in tasks, or show one instance: base, sources, benchmark."""
+    from ..inner_trainers.tasks import BUILT_IN, resolve_task
+
+    if not task:
+        rows = []
+        for name in BUILT_IN:
+            family = resolve_task(name)
+            rows.append(
+                {
+                    "name": name,
+                    "train": _span(family.train_seeds),
+                    "test": _span(family.test_seeds),
+                    "about": (type(family).__doc__ or "").strip().splitlines()[0],
+                }
+            )
+        console.print_json(data=rows) if as_json else console.print(_table(["name", "train", "test", "about"], rows))
+        return
+    drawn = resolve_task(task).instance(instance)
+    built = drawn.built
+    data = {
+        "facts": drawn.facts(),
+        "content_hash": built.content_hash,
+        "sources": {n: {k: len(r) for k, r in s.rows.items()} for n, s in built.sources.items()},
+        "leaked_rows_removed": dict(built.leaked),
+        "benchmark": {
+            "weights": dict(built.benchmark.weights),
+            "validation": len(built.benchmark.validation),
+            "test": len(built.benchmark.test),
+        },
+    }
+    console.print_json(data=data)
+
+
+@app.command()
+def policies(as_json: Json = False) -> None:
+    """List heuristics and the SB3 algorithms that `train` takes."""
+    from ..meta_policies.heuristics import HEURISTICS
+    from ..meta_policies.sb3 import SB3_ALGORITHMS
+
+    rows = [
+        {"name": name, "kind": "heuristic", "about": (cls.__doc__ or "").strip().splitlines()[0]}
+        for name, cls in HEURISTICS.items()
+    ]
+    rows += [
+        {"name": name, "kind": "train --algo", "about": f"{a.target.replace(':', '.')} on {a.wrapper.__name__}"}
+        for name, a in SB3_ALGORITHMS.items()
+    ]
+    console.print_json(data=rows) if as_json else console.print(_table(["name", "kind", "about"], rows))
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="round, rounds-per-hour, memory or import.")],
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each side, interleaved.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Measure a figure against its alternative in this very run; prints ratios."""
+    from .bench import run_bench
+
+    result = run_bench(name, repeats)
+    if as_json:
+        print(json.dumps(result))
+    else:
+        console.print_json(data=result)
+
+
+class _Progress:
+    """Live progress on a terminal, plain lines elsewhere."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._quiet = quiet
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=console,
+            disable=quiet or not console.is_terminal,
+            transient=True,
+        )
+        self._task: Any = None
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def stage(self, text: str) -> None:
+        """Say which stage begins."""
+        self._line(f"[bold]{_plain(text)}[/]")
+        if self._task is not None:
+            self._bar.remove_task(self._task)
+            self._task = None
+
+    def round(self, event: RoundEvent) -> None:
+        """Show one decision of meta-training."""
+        left = "" if event.seconds_left is None else f"about {_minutes(event.seconds_left)} left"
+        shown = event.describe() + ("  (from the journal)" if event.replayed else "")
+        self._line(_plain(shown if console.is_terminal else f"{shown}  {left}"))
+        self._advance("rounds", event.number, event.total, left)
+
+    def episode(self, done: int, total: int, result: EpisodeResult) -> None:
+        """Show one finished episode of a comparison."""
+        self._line(_plain(f"{done:4d}/{total}  {_episode_line(result)}"))
+        self._advance("episodes", done, total, "")
+
+    def _advance(self, description: str, done: int, total: int, note: str) -> None:
+        if self._task is None:
+            self._task = self._bar.add_task(description, total=total, note=note)
+        self._bar.update(self._task, completed=done, note=note)
+
+    def _line(self, text: str) -> None:
+        if not self._quiet:
+            self._bar.console.print(text, soft_wrap=True)
+
+
+def _environment(
+    task: str,
+    split: str,
+    instances: str,
+    budget: float,
+    unit: str,
+    max_rounds: int,
+    patience: int,
+    price: float,
+    samples: int,
+    devices: str,
+) -> EnvSettings:
+    from ..envs.budget import Budget
+    from ..envs.reward import RewardSettings
+    from ..inner_trainers.evaluation import Evaluator
+    from ..inner_trainers.tasks import resolve_task
+    from .settings import EnvSettings
+
+    resolve_task(task)
+    RewardSettings(price=price)
+    if samples < 1:
+        raise ValueError(f"--samples: expected at least 1, got {samples}.")
+    evaluator = {"samples_per_seed": samples, "k": min(8, 2 * samples)}
+    Evaluator(**evaluator)
+    return EnvSettings(
+        task=task,
+        split=split,
+        instances=tuple(_integers("instances", instances)) if instances else (),
+        budget=Budget(budget, unit, max_rounds, patience),
+        price=price,
+        evaluator=evaluator,
+        devices=tuple(d.strip() for d in devices.split(",") if d.strip()),
+    )
+
+
+def _instances(environment: EnvSettings, text: str) -> list[int]:
+    from ..inner_trainers.tasks import resolve_task
+
+    return _integers("instances", text) if text else list(resolve_task(environment.task).test_seeds[:3])
+
+
+def _integers(name: str, text: str) -> list[int]:
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise ValueError(f"--{name}: expected numbers like 0,1,2 or 0-4, got {text!r}.")
+        numbers.extend(range(int(first), int(last if dash else first) + 1))
+    return numbers
+
+
+def _print_comparison(comparison: Comparison) -> None:
+    from .report import verdicts
+
+    rows = []
+    for policy in comparison.policies:
+        rows.append(
+            {
+                "policy": policy.policy,
+                "episodes": policy.episodes,
+                "gain (test)": _estimate(policy.gain),
+                "regret": _estimate(policy.regret),
+                "rounds": f"{policy.mean_rounds:.1f}",
+                "budget": f"{policy.mean_budget_used:.0%}",
+                "failed rounds": sum(policy.failures.values()),
+            }
+        )
+    console.print(_table(list(rows[0]), rows))
+    for sentence in verdicts(comparison):
+        console.print(_plain(sentence), soft_wrap=True)
+
+
+def _estimate(estimate: Any) -> str:
+    return f"{estimate.value:+.3f} [{estimate.low:+.3f}, {estimate.high:+.3f}]".replace("[", "\\[")
+
+
+def _print_json(comparison: Comparison) -> None:
+    from .comparison import to_json
+
+    print(to_json(comparison))
+
+
+def _print_round(result: dict[str, Any]) -> None:
+    console.print(f"recipe   {_plain(json.dumps(result['recipe']))}")
+    console.print(f"ended    {result['ended']} after {result['steps']} steps")
+    if result["failure"] is not None:
+        console.print(f"failure  {_plain(json.dumps(result['failure']))}")
+    for split, scores in result["scores"].items():
+        line = f"{scores['before']:.3f} ± {scores['before_error']:.3f} -> {scores['after']:.3f} ± {scores['after_error']:.3f}"
+        console.print(f"{split:<11}{line}")
+    for flag in result["flags"]:
+        console.print(f"flag     {_plain(flag)}")
+
+
+def _episode_line(result: EpisodeResult) -> str:
+    failed = sum(result.failures.values())
+    return (
+        f"instance {result.instance} seed {result.seed} {result.policy}: test {result.base_score:.3f} -> "
+        f"{result.final_score:.3f} ± {result.final_error:.3f}, {result.rounds} rounds, "
+        f"{result.budget_used:.0%} of the budget{f', {failed} failed' if failed else ''}"
+    )
+
+
+def _table(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*[str(row[column]) for column in columns])
+    return table
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def _span(seeds: range) -> str:
+    return f"{seeds.start} to {seeds.stop - 1}"
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _command() -> str:
+    return " ".join(["posttrain-gym", *sys.argv[1:]])

@@ -1,0 +1,76 @@
+"""What an experiment's environments are made of, as plain data that workers can receive."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import gymnasium as gym
+
+from ..envs.budget import Budget
+from ..envs.journal import Journal
+from ..envs.post_training import PostTrainingEnv
+
+
+@dataclass(frozen=True)
+class EnvSettings:
+    """How to build one environment.
+
+    Attributes:
+        task: built-in family name or ``module:Class``.
+        split: ``"train"`` or ``"test"`` instances.
+        instances: instance seeds to draw from; empty for all of the split.
+        budget: the budget of one episode.
+        price: reward taken for spending the whole budget.
+        evaluator: settings of the TRL trainer's evaluator.
+        devices: devices that workers take in turn; empty lets torch choose.
+    """
+
+    task: str = "letters"
+    split: str = "train"
+    instances: tuple[int, ...] = ()
+    budget: Budget = field(default_factory=Budget)
+    price: float = 0.1
+    evaluator: Mapping[str, Any] = field(default_factory=dict)
+    devices: tuple[str, ...] = ()
+
+    def device_of(self, worker: int) -> str:
+        """Return the device of a worker: devices are dealt in turn, so 4 workers on 2 get 0, 1, 0, 1."""
+        return self.devices[worker % len(self.devices)] if self.devices else "auto"
+
+    def build(self, worker: int = 0, journal: Journal | None = None) -> gym.Env[Any, Any]:
+        """Return the environment of one worker."""
+        from ..inner_trainers.evaluation import Evaluator
+        from ..inner_trainers.tasks import resolve_task
+
+        family = resolve_task(self.task)
+        seeds = self.instances or tuple(family.train_seeds if self.split == "train" else family.test_seeds)
+        trainer = family.instance(seeds[0]).trainer()
+        if trainer is None:
+            from ..inner_trainers.trl.trainer import TrlTrainer
+
+            trainer = TrlTrainer(Evaluator(**self.evaluator), device=self.device_of(worker))
+        env: gym.Env[Any, Any] = gym.make(
+            "PostTrain/Recipe-v0",
+            task=family,
+            split=self.split,
+            instances=seeds,
+            trainer=trainer,
+            budget=self.budget,
+            price=self.price,
+            journal=journal,
+        )
+        return env
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        data = asdict(replace(self, evaluator=dict(self.evaluator)))
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in data.items()}
+
+
+def recipe_env(env: gym.Env[Any, Any]) -> PostTrainingEnv:
+    """Return the recipe environment below every wrapper."""
+    base = env.unwrapped
+    assert isinstance(base, PostTrainingEnv)  # built by `EnvSettings.build`
+    return base

@@ -1,0 +1,58 @@
+"""Writes TensorBoard curves that survive a kill and hold no step twice after a resume."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class CurveWriter:
+    """Appends scalars to one folder; each `write` is on disk when it returns.
+
+    Points that the folder's event files already hold are skipped, so a resumed run that repeats its decisions
+    writes only what is new.
+
+    Args:
+        folder: TensorBoard log folder.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._seen = _existing_points(Path(folder))
+        self._writer: Any = SummaryWriter(str(folder), flush_secs=3600, max_queue=10_000)
+
+    def write(self, values: Mapping[str, float], step: int, wall_time: float | None = None) -> None:
+        """Write scalars of one step; values that are not finite are left out, as TensorBoard cannot show them."""
+        wrote = False
+        for tag, value in values.items():
+            if (tag, step) in self._seen or not math.isfinite(value):
+                continue
+            self._seen.add((tag, step))
+            self._writer.add_scalar(tag, value, step, walltime=wall_time)
+            wrote = True
+        if wrote:
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+
+def _existing_points(folder: Path) -> set[tuple[str, int]]:
+    points: set[tuple[str, int]] = set()
+    if not folder.is_dir():
+        return points
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.util import tensor_util
+
+    del tensor_util  # imported for its side effect of registering data types
+    for file in sorted(folder.glob("events.out.tfevents.*")):
+        try:
+            for event in EventFileLoader(str(file)).Load():
+                points.update((value.tag, event.step) for value in event.summary.value)
+        except Exception:
+            continue
+    return points

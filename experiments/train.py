@@ -1,0 +1,268 @@
+"""Trains a meta-policy with SB3 on real rounds; a killed run goes on where it was.
+
+Resuming repeats the run's decisions from its seed and takes each finished round from the journal, which costs
+milliseconds, so the trained policy is the one an unbroken run would have given.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.logger import KVWriter, Logger
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
+
+from ..envs.journal import Journal
+from ..meta_policies.sb3 import make_model, save_policy, sb3_algorithm, wrap_for
+from .compare import check_settings_file
+from .episodes import describe_recipe
+from .settings import EnvSettings, recipe_env
+from .tensorboard_log import CurveWriter
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """One meta-training run.
+
+    Attributes:
+        environment: how its environments are built.
+        algo: key of `SB3_ALGORITHMS`.
+        rounds: decisions in total; each is one round, or an early stop.
+        envs: environments side by side, each in a process of its own when there are several.
+        seed: decides everything: SB3's seed, instances, round seeds.
+        hyperparameters: keyword arguments that replace the algorithm's defaults.
+    """
+
+    environment: EnvSettings
+    algo: str = "maskable_ppo"
+    rounds: int = 128
+    envs: int = 1
+    seed: int = 0
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return {
+            **asdict(self),
+            "environment": self.environment.to_dict(),
+            "hyperparameters": dict(self.hyperparameters),
+        }
+
+
+@dataclass(frozen=True)
+class RoundEvent:
+    """One decision of the run, for progress displays.
+
+    Attributes:
+        number: decision number from 1.
+        total: decisions in the run.
+        env: index of the environment.
+        info: the environment's ``info``.
+        reward: the reward.
+        replayed: whether the journal answered.
+        seconds_left: estimate of the time left; None before a round was trained.
+    """
+
+    number: int
+    total: int
+    env: int
+    info: Mapping[str, Any]
+    reward: float
+    replayed: bool
+    seconds_left: float | None
+
+    def describe(self) -> str:
+        """Return one line a person can read."""
+        head = f"{self.number:4d}/{self.total}  env {self.env}  instance {self.info['instance']}"
+        tail = f"best {self.info['best_score']:.3f}  budget left {self.info['budget_left']:.0%}"
+        facts = self.info.get("round")
+        if facts is None:
+            return f"{head}  stop  {tail}"
+        if facts["failure"] is not None:
+            result = f"failed ({facts['failure']['cause']}: {facts['failure']['kind']})"
+        else:
+            result = f"score {facts['score']:.3f} ± {facts['score_error']:.3f}  gain {facts['gain']:+.3f}"
+        return f"{head}  {describe_recipe(facts['recipe'])}  {result}  {tail}"
+
+
+def train(
+    settings: TrainSettings,
+    out: Path,
+    *,
+    resume: bool = False,
+    on_round: Callable[[RoundEvent], None] | None = None,
+) -> tuple[Path, list[dict[str, Any]]]:
+    """Train and return the policy's path with one row per finished episode (rounds, reward, gain).
+
+    The folder gets ``run.json`` (settings), ``rounds-*.jsonl`` (every round), ``checkpoints-*`` (weights a restart
+    needs), ``tensorboard`` and ``policy.zip`` (after each rollout and at the end).
+
+    Args:
+        settings: what to run.
+        out: run folder.
+        resume: go on with a run that is in the folder.
+        on_round: called after each decision.
+
+    Raises:
+        ValueError: an unknown algorithm, a folder in use, or one of another run.
+        RuntimeError: a worker process died.
+    """
+    sb3_algorithm(settings.algo)
+    config = out / "run.json"
+    if config.exists() and not resume:
+        raise ValueError(f"{out}: a run is there already; add --resume to go on with it, or choose another folder.")
+    if resume and not config.exists():
+        raise ValueError(f"{out}: no run to resume (run.json is missing).")
+    out.mkdir(parents=True, exist_ok=True)
+    check_settings_file(config, settings.to_dict(), ignore=("rounds",))
+    example = wrap_for(settings.algo, settings.environment.build())
+    vector = _vector_env(settings, out)
+    writer = CurveWriter(out / "tensorboard" / "meta")
+    try:
+        model = make_model(settings.algo, vector, settings.seed, **settings.hyperparameters)
+        model.set_logger(Logger(folder=None, output_formats=[_LoggerOutput(writer)]))
+        task = recipe_env(example).family.name
+        save = functools.partial(save_policy, path=out / "policy.zip", algo=settings.algo, env=example, task=task)
+        callback = _RunCallback(settings, out, writer, save, on_round)
+        try:
+            model.learn(settings.rounds, callback=callback)
+        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            raise RuntimeError(
+                f"a worker process died; its finished rounds are in {out}: run the same command with --resume."
+            ) from error
+        return save(model), callback.episodes
+    finally:
+        writer.close()
+        _end(vector)
+        example.close()
+
+
+def make_training_env(settings: TrainSettings, out: str, worker: int) -> gym.Env[Any, Any]:
+    """Build one worker's environment with its journal; a spawn target."""
+    if multiprocessing.parent_process() is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    journal = Journal(out, name=str(worker))
+    return Monitor(wrap_for(settings.algo, settings.environment.build(worker, journal)))
+
+
+def _vector_env(settings: TrainSettings, out: Path) -> VecEnv:
+    makers = [functools.partial(make_training_env, settings, str(out), worker) for worker in range(settings.envs)]
+    if settings.envs == 1:
+        return DummyVecEnv(makers)  # type: ignore[arg-type]
+    return SubprocVecEnv(makers, start_method="spawn")  # type: ignore[arg-type]  # a fork would copy CUDA's state
+
+
+def _end(vector: VecEnv) -> None:
+    if isinstance(vector, SubprocVecEnv) and vector.waiting:  # a round is running: everything before it is on disk
+        for process in vector.processes:
+            process.terminate()
+        for process in vector.processes:
+            process.join()
+        return
+    try:
+        vector.close()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # the worker is gone, which `train` has told
+
+
+class _LoggerOutput(KVWriter):
+    """Sends SB3's own training figures to the run's TensorBoard folder."""
+
+    def __init__(self, writer: CurveWriter) -> None:
+        self._writer = writer
+
+    def write(self, key_values: dict[str, Any], key_excluded: dict[str, tuple[str, ...]], step: int = 0) -> None:
+        """Write the numbers; speeds and elapsed times are left out, as a resumed run would repeat them."""
+        numbers = {k: float(v) for k, v in key_values.items() if isinstance(v, int | float) or hasattr(v, "item")}
+        self._writer.write({k: v for k, v in numbers.items() if not k.startswith("time/")}, step)
+
+    def close(self) -> None:
+        """Leave the shared writer open."""
+
+
+class _RunCallback(BaseCallback):
+    """Writes curves, keeps the episode rows, saves the policy after each rollout."""
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        out: Path,
+        writer: CurveWriter,
+        save: Callable[[Any], Path],
+        on_round: Callable[[RoundEvent], None] | None,
+    ) -> None:
+        super().__init__()
+        self._settings, self._out, self._writer, self._save, self._on_round = settings, out, writer, save, on_round
+        self.episodes: list[dict[str, Any]] = []
+        self._rewards = [0.0] * settings.envs
+        self._episode_numbers = [0] * settings.envs
+        self._decisions = 0
+        self._trained = 0
+        self._trained_seconds = 0.0
+        self._last = time.perf_counter()
+
+    def _on_step(self) -> bool:
+        now = time.perf_counter()
+        infos = self.locals["infos"]
+        fresh = sum(1 for info in infos if "round" in info and not info["replayed"])
+        if fresh:
+            self._trained += fresh
+            self._trained_seconds += now - self._last
+        self._last = now
+        for index, info in enumerate(infos):
+            self._decisions += 1
+            self._note(index, info, float(self.locals["rewards"][index]), bool(self.locals["dones"][index]))
+        return True
+
+    def _note(self, index: int, info: Mapping[str, Any], reward: float, done: bool) -> None:
+        self._rewards[index] += reward
+        facts = info.get("round")
+        values = {
+            "round/reward": reward,
+            "round/best_score": info["best_score"],
+            "round/budget_left": info["budget_left"],
+        }
+        if facts is not None:
+            values["round/failed"] = float(facts["failure"] is not None)
+            if facts["score"] is not None:
+                values |= {"round/score": facts["score"], "round/gain": facts["gain"]}
+            self._write_inner_curves(index, info, facts)
+        self._writer.write(values, self._decisions)
+        if done:
+            headroom = max(1.0 - info["base_score"], 1e-3)
+            gain = (info["best_score"] - info["base_score"]) / headroom
+            row = {
+                "rounds": self._decisions,
+                "reward": self._rewards[index],
+                "gain": gain,
+                "recorded": info["recorded"],
+            }
+            self.episodes.append(row)
+            self._writer.write({"episode/reward": row["reward"], "episode/gain": gain}, self._decisions)
+            self._rewards[index] = 0.0
+            self._episode_numbers[index] += 1
+        if self._on_round is not None:
+            left = None
+            if self._trained:
+                left = (self._settings.rounds - self._decisions) * self._trained_seconds / self._trained
+            replayed = bool(info["replayed"])
+            self._on_round(RoundEvent(self._decisions, self._settings.rounds, index, info, reward, replayed, left))
+
+    def _write_inner_curves(self, index: int, info: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        folder = self._out / "tensorboard" / f"round-{self._decisions:05d}"
+        writer = CurveWriter(folder)
+        for row in facts["curves"]:
+            writer.write({f"inner/{k}": v for k, v in row.items() if k != "step"}, int(row["step"]))
+        writer.close()
+
+    def _on_rollout_end(self) -> None:
+        self._save(self.model)

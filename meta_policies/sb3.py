@@ -1,0 +1,228 @@
+"""Stable-Baselines3 models as meta-policies: which wrapper and which defaults fit, saving and loading.
+
+Defaults suit searches of a few hundred real rounds, each worth seconds to hours: short rollouts, few parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from ..inner_trainers.messages import did_you_mean
+from ..wrappers import DiscretizeAction, FlattenAction
+
+_ON_POLICY = {"n_steps": 16, "batch_size": 16, "learning_rate": 1e-3, "gamma": 0.99, "ent_coef": 0.01}
+_OFF_POLICY = {"learning_rate": 1e-3, "learning_starts": 16, "batch_size": 32, "buffer_size": 10_000, "gamma": 0.99}
+_META_FILE = "posttrain_gym.json"
+
+
+@dataclass(frozen=True)
+class Sb3Algorithm:
+    """How one SB3 algorithm is used.
+
+    Attributes:
+        target: ``module:Class``.
+        wrapper: the action wrapper that fits.
+        masked: whether it takes action masks.
+        defaults: keyword arguments.
+    """
+
+    target: str
+    wrapper: type[gym.ActionWrapper[Any, Any, Any]]
+    masked: bool
+    defaults: Mapping[str, Any]
+
+    def load_class(self) -> Any:
+        """Import and return the class."""
+        module, _, name = self.target.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+SB3_ALGORITHMS: Mapping[str, Sb3Algorithm] = MappingProxyType(
+    {
+        "a2c": Sb3Algorithm(
+            "stable_baselines3:A2C",
+            FlattenAction,
+            False,
+            {"n_steps": 8, "learning_rate": 1e-3, "gamma": 0.99, "ent_coef": 0.01},
+        ),
+        "maskable_ppo": Sb3Algorithm("sb3_contrib:MaskablePPO", DiscretizeAction, True, _ON_POLICY),
+        "ppo": Sb3Algorithm("stable_baselines3:PPO", FlattenAction, False, _ON_POLICY),
+        "sac": Sb3Algorithm("stable_baselines3:SAC", FlattenAction, False, _OFF_POLICY),
+        "td3": Sb3Algorithm("stable_baselines3:TD3", FlattenAction, False, _OFF_POLICY),
+    }
+)
+"""SB3 and sb3-contrib algorithms by the name the command line takes."""
+
+
+def sb3_algorithm(name: str) -> Sb3Algorithm:
+    """Return the algorithm of a name.
+
+    Raises:
+        ValueError: unknown, with a did-you-mean.
+    """
+    if name not in SB3_ALGORITHMS:
+        raise ValueError(f"algo: unknown {name!r}.{did_you_mean(name, SB3_ALGORITHMS)}")
+    return SB3_ALGORITHMS[name]
+
+
+def wrap_for(name: str, env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
+    """Return ``env`` in the action wrapper that fits the algorithm."""
+    return sb3_algorithm(name).wrapper(env)
+
+
+def make_model(name: str, env: Any, seed: int, **overrides: Any) -> Any:
+    """Return an untrained SB3 model for a wrapped environment or a vector of them.
+
+    Args:
+        name: key of `SB3_ALGORITHMS`.
+        env: environment (already in `wrap_for`) or SB3 `VecEnv`.
+        seed: SB3's seed.
+        **overrides: keyword arguments that replace the defaults.
+    """
+    algorithm = sb3_algorithm(name)
+    settings = {**algorithm.defaults, **overrides}
+    envs = getattr(env, "num_envs", 1)
+    if "n_steps" in settings and "batch_size" in settings:
+        rollout = settings["n_steps"] * envs
+        settings["batch_size"] = min(settings["batch_size"], rollout)
+    return algorithm.load_class()("MultiInputPolicy", env, seed=seed, device="cpu", **settings)
+
+
+def space_fingerprint(env: gym.Env[Any, Any]) -> dict[str, Any]:
+    """Return what a saved policy needs to be used again: algorithms, sources, knobs and shapes."""
+    base: Any = env.unwrapped
+    space = base.space
+    return {
+        "algorithms": list(space.algorithms),
+        "sources": list(space.sources),
+        "parameters": {
+            n: {k: list(v) if isinstance(v, tuple) else v for k, v in vars(p).items()}
+            for n, p in space.parameters.items()
+        },
+        "observation": {n: list(s.shape or ()) for n, s in base.observation_space.spaces.items()},
+    }
+
+
+def save_policy(model: Any, path: str | Path, algo: str, env: gym.Env[Any, Any], task: str) -> Path:
+    """Write the model with the facts needed to use it elsewhere, in one zip, atomically.
+
+    Args:
+        model: an SB3 model.
+        path: target, ``.zip``.
+        algo: key of `SB3_ALGORITHMS`.
+        env: an environment of the kind it was trained in.
+        task: name of the task family.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial.zip")
+    model.save(partial)
+    with zipfile.ZipFile(partial, "a") as archive:
+        archive.writestr(_META_FILE, json.dumps({"algo": algo, "task": task, **space_fingerprint(env)}))
+    partial.replace(path)
+    return path
+
+
+class TrainedPolicy:
+    """A saved SB3 model, with `predict` that takes masks whether or not its algorithm does.
+
+    SB3 files hold pickled Python objects: load only files you made or trust.
+
+    Args:
+        path: file written by `save_policy`.
+        env: the wrapped-or-not environment it will act in.
+
+    Raises:
+        ValueError: the file is missing, damaged, no policy of this project, or made for another decision space; the
+            message shows the difference.
+    """
+
+    def __init__(self, path: str | Path, env: gym.Env[Any, Any]) -> None:
+        path = Path(path)
+        meta = read_policy_facts(path)
+        own = space_fingerprint(env)
+        different = [f"{k}: the policy has {meta[k]}, the environment {own[k]}" for k in own if meta.get(k) != own[k]]
+        if different:
+            raise ValueError(f"policy {path}: made for another decision space; {'; '.join(different)}.")
+        self.algo: str = meta["algo"]
+        algorithm = sb3_algorithm(self.algo)
+        try:
+            self.model = algorithm.load_class().load(path, device="cpu")
+        except Exception as error:  # SB3 and pickle raise many types for one fact
+            raise ValueError(
+                f"policy {path}: damaged ({type(error).__name__}: {error}); train or copy it again."
+            ) from error
+        self._masked = algorithm.masked
+
+    def predict(
+        self,
+        observation: Mapping[str, np.ndarray],
+        state: tuple[np.ndarray, ...] | None = None,
+        episode_start: np.ndarray | None = None,
+        deterministic: bool = False,
+        action_masks: np.ndarray | None = None,
+    ) -> tuple[Any, tuple[np.ndarray, ...] | None]:
+        """Return ``(action, state)`` in the action space of the algorithm's wrapper.
+
+        Raises:
+            ValueError: a mask without a legal choice in one of its heads.
+        """
+        if not self._masked or action_masks is None:
+            action, state = self.model.predict(observation, state, episode_start, deterministic)
+        else:
+            require_legal_choice(action_masks, self.model.action_space)
+            action, state = self.model.predict(
+                observation, state, episode_start, deterministic, action_masks=action_masks
+            )
+        return action, state
+
+
+def require_legal_choice(mask: np.ndarray, action_space: gym.Space[Any]) -> None:
+    """Refuse a mask that leaves a head without a legal choice; sb3-contrib would play any of them.
+
+    Raises:
+        ValueError: names the head.
+    """
+    heads = action_space.nvec if isinstance(action_space, gym.spaces.MultiDiscrete) else [int(action_space.n)]  # type: ignore[attr-defined]
+    flat = np.asarray(mask, dtype=bool).reshape(-1, int(np.sum(heads)))
+    first = 0
+    for number, width in enumerate(heads):
+        if not flat[:, first : first + width].any(axis=1).all():
+            raise ValueError(f"action_masks: head {number} has no legal choice among its {width}.")
+        first += int(width)
+
+
+def read_policy_facts(path: Path) -> dict[str, Any]:
+    """Return the facts written beside a saved model; nothing is unpickled.
+
+    Raises:
+        ValueError: the file is missing, no zip, or holds no such facts.
+    """
+    if not path.is_file():
+        raise ValueError(f"policy {path}: no such file; `posttrain-gym train` writes policy.zip into its run folder.")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            facts = json.loads(archive.read(_META_FILE))
+    except (zipfile.BadZipFile, KeyError, ValueError) as error:
+        raise ValueError(
+            f"policy {path}: damaged, or not written by posttrain-gym ({type(error).__name__}: {error})."
+        ) from error
+    if not isinstance(facts, dict) or "algo" not in facts:
+        raise ValueError(f"policy {path}: its {_META_FILE} names no algorithm.")
+    return facts
+
+
+def file_digest(path: str | Path) -> str:
+    """Return 16 hex digits over the file's bytes."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]

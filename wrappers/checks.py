@@ -1,0 +1,36 @@
+"""What every action wrapper checks of its input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from ..envs.post_training import PostTrainingEnv
+
+
+def base_env(env: gym.Env[Any, Any]) -> PostTrainingEnv:
+    """Return the recipe environment below the wrappers.
+
+    Raises:
+        ValueError: another environment.
+    """
+    base = env.unwrapped
+    if not isinstance(base, PostTrainingEnv):
+        raise ValueError(f"this wrapper needs a PostTrain environment, got {type(base).__name__}.")
+    return base
+
+
+def require_finite_box(action: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Return the action as float64.
+
+    Raises:
+        ValueError: the wrong shape, or values that are not finite or outside [-1, 1].
+    """
+    values = np.asarray(action, dtype=np.float64)
+    if values.shape != shape:
+        raise ValueError(f"action: expected shape {shape}, got {values.shape}.")
+    if not np.isfinite(values).all() or (np.abs(values) > 1.0 + 1e-6).any():
+        raise ValueError(f"action: expected finite values in [-1, 1], got {values.tolist()}.")
+    return np.clip(values, -1.0, 1.0)

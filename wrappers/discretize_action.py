@@ -1,0 +1,91 @@
+"""`DiscretizeAction`: the whole action as a `MultiDiscrete` with masks, for MaskablePPO."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import gymnasium as gym
+import numpy as np
+
+from ..inner_trainers.recipe import STARTS, Recipe
+from .checks import base_env
+
+
+class DiscretizeAction(
+    gym.ActionWrapper[dict[str, np.ndarray], np.ndarray, dict[str, Any]], gym.utils.RecordConstructorArgs
+):
+    """Maps a `MultiDiscrete` to a recipe action.
+
+    The heads are, in order: the algorithm choice (0 is ``stop``), the start, a level per source and a bin per
+    parameter. Levels are relative weights: level ``i`` of ``mix_levels`` weighs ``i``, and all levels 0 mean equal
+    shares. Bins are spread evenly over a knob's scale; a knob with choices has a bin per choice.
+
+    Args:
+        env: the recipe environment, wrapped or not.
+        bins: bins of each continuous knob, in [2, 1000].
+        mix_levels: levels per source, in [2, 100].
+    """
+
+    def __init__(self, env: gym.Env[dict[str, np.ndarray], dict[str, Any]], bins: int = 5, mix_levels: int = 3) -> None:
+        from ..inner_trainers.messages import require_integer
+
+        require_integer("bins", bins, low=2, high=1000)
+        require_integer("mix_levels", mix_levels, low=2, high=100)
+        gym.utils.RecordConstructorArgs.__init__(self, bins=bins, mix_levels=mix_levels)
+        gym.ActionWrapper.__init__(self, env)
+        self._space = base_env(env).space
+        self._levels = mix_levels
+        self._bins = [len(p.choices) if p.choices else bins for p in self._space.parameters.values()]
+        heads = [1 + len(self._space.algorithms), len(STARTS), *[mix_levels] * len(self._space.sources), *self._bins]
+        self.action_space = gym.spaces.MultiDiscrete(heads)
+
+    def action(self, action: np.ndarray) -> dict[str, Any]:
+        """Return the recipe action.
+
+        Raises:
+            ValueError: the wrong shape, a number that is no integer, or a choice outside its head.
+        """
+        values = np.asarray(action)
+        heads = self.action_space.nvec
+        if values.shape != heads.shape or values.dtype.kind not in "iu":
+            raise ValueError(f"action: expected {len(heads)} integers, got shape {values.shape}, {values.dtype}.")
+        if (values < 0).any() or (values >= heads).any():
+            raise ValueError(f"action: expected choices below {heads.tolist()}, got {values.tolist()}.")
+        sources = len(self._space.sources)
+        levels = values[2 : 2 + sources].astype(np.float64)
+        mix, parameters = self._coordinates(int(values[0]), levels, values[2 + sources :])
+        return {"algorithm": int(values[0]), "mix": mix, "parameters": parameters, "start": int(values[1])}
+
+    def _coordinates(self, choice: int, levels: np.ndarray, bins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        usable = np.ones(len(levels), bool)
+        if choice > 0:
+            names = self._space.usable[self._space.algorithms[choice - 1]]
+            usable = np.array([name in names for name in self._space.sources])
+        levels = np.where(usable, levels, 0.0)
+        if levels.sum() == 0:
+            levels = usable.astype(np.float64)
+        mix = 2.0 * levels / levels.sum() - 1.0
+        # the middle of bin i, which for bins of equal width decodes choices exactly and keeps the ends reachable
+        parameters = [
+            (2 * int(b) + 1) / n - 1.0 if p.choices else 2 * int(b) / (n - 1) - 1.0
+            for b, n, p in zip(bins, self._bins, self._space.parameters.values(), strict=True)
+        ]
+        return mix.astype(np.float32), np.array(parameters, np.float32)
+
+    def action_masks(self) -> np.ndarray:
+        """Return ``(sum of heads,)`` bool in sb3-contrib's order; levels and bins are always legal."""
+        base = base_env(self.env).action_masks()
+        free = np.ones(int(self.action_space.nvec[2:].sum()), bool)
+        return np.concatenate([base, free])
+
+    def encode_recipe(self, recipe: Recipe | None) -> np.ndarray:
+        """Return the nearest action of a recipe (None is ``stop``): mix and continuous knobs are rounded to the grid."""
+        action = base_env(self.env).encode_recipe(recipe)
+        weights = (action["mix"] + 1.0) / 2.0
+        top = max(float(weights.max()), 1e-9)
+        levels = np.rint(weights / top * (self._levels - 1)).astype(np.int64)
+        bins = [
+            min(int((c + 1) / 2 * n), n - 1) if p.choices else round(float(c + 1) / 2 * (n - 1))
+            for c, n, p in zip(action["parameters"], self._bins, self._space.parameters.values(), strict=True)
+        ]
+        return cast(np.ndarray, np.array([action["algorithm"], action["start"], *levels, *bins], np.int64))

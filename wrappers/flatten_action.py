@@ -1,0 +1,74 @@
+"""`FlattenAction`: the whole action as one `Box(-1, 1)`, for PPO, A2C, SAC and TD3."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import gymnasium as gym
+import numpy as np
+
+from ..envs.decision_space import STOP
+from ..inner_trainers.recipe import STARTS, Recipe
+from .checks import base_env, require_finite_box
+
+
+class FlattenAction(
+    gym.ActionWrapper[dict[str, np.ndarray], np.ndarray, dict[str, Any]], gym.utils.RecordConstructorArgs
+):
+    """Maps ``(d,)`` float32 in [-1, 1] to a recipe action.
+
+    The coordinates are, in order: one preference per algorithm choice (``stop`` first), one per start, one per source
+    of the mix, one per parameter (log-scaled where the space says so). The largest preference among the *legal*
+    choices wins, so no action of this space is ever illegal. ``stop`` wins only against preferences that are all
+    below ``-stop_reluctance`` of its own: with reluctance 0 an untrained policy would end a third of its episodes
+    at each step.
+
+    Args:
+        env: the recipe environment, wrapped or not.
+        stop_reluctance: taken from the preference for ``stop``, in [0, 2].
+    """
+
+    def __init__(self, env: gym.Env[dict[str, np.ndarray], dict[str, Any]], stop_reluctance: float = 1.0) -> None:
+        from ..inner_trainers.messages import require_number
+
+        self._reluctance = require_number("stop_reluctance", stop_reluctance, low=0, high=2)
+        gym.utils.RecordConstructorArgs.__init__(self, stop_reluctance=stop_reluctance)
+        gym.ActionWrapper.__init__(self, env)
+        self._space = base_env(env).space
+        self._sizes = (
+            1 + len(self._space.algorithms),
+            len(STARTS),
+            len(self._space.sources),
+            len(self._space.parameters),
+        )
+        self.action_space = gym.spaces.Box(-1.0, 1.0, (sum(self._sizes),), np.float32)
+
+    def action(self, action: np.ndarray) -> dict[str, Any]:
+        """Return the recipe action.
+
+        Raises:
+            ValueError: the wrong shape, or values that are not finite or outside [-1, 1].
+        """
+        values = require_finite_box(action, self.action_space.shape)
+        algorithms, starts, mix, parameters = np.split(values, np.cumsum(self._sizes)[:-1])
+        legal = base_env(self.env).action_masks()[: self._sizes[0]]
+        preferences = algorithms.copy()
+        preferences[STOP] -= self._reluctance
+        preferences[~legal] = -np.inf
+        return {
+            "algorithm": int(np.argmax(preferences)),
+            "mix": mix.astype(np.float32),
+            "parameters": parameters.astype(np.float32),
+            "start": int(np.argmax(starts)),
+        }
+
+    def encode_recipe(self, recipe: Recipe | None) -> np.ndarray:
+        """Return the action of a recipe (None is ``stop``): preference 1 for its choices, -1 for the others."""
+        action = base_env(self.env).encode_recipe(recipe)
+        flat = -np.ones(sum(self._sizes), np.float32)
+        flat[action["algorithm"]] = 1.0
+        flat[self._sizes[0] + action["start"]] = 1.0
+        offset = self._sizes[0] + self._sizes[1]
+        flat[offset : offset + self._sizes[2]] = action["mix"]
+        flat[offset + self._sizes[2] :] = action["parameters"]
+        return cast(np.ndarray, flat)
