@@ -72,8 +72,8 @@ class BudgetLedger:
         return max(0.0, self.budget.limit - self.spent)
 
     def can_pay(self, cost: Cost) -> bool:
-        """Return whether ``cost`` fits in what is left."""
-        return cost.in_unit(self.budget.unit) <= self.left
+        """Return whether ``cost`` fits in what is left; nothing fits in nothing, even where no cost is known ahead."""
+        return self.left > 0 and cost.in_unit(self.budget.unit) <= self.left
 
     def reserve(self, evaluation: Cost) -> Limit:
         """Return the limit on training that leaves enough for ``evaluation`` afterwards."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +14,14 @@ import numpy as np
 
 from ..inner_trainers.messages import did_you_mean, require_number
 from ..inner_trainers.recipe import STARTS, Recipe
+
+_KNOBS: Mapping[str, Any] = MappingProxyType(
+    {
+        name: entry.default
+        for name, entry in Recipe.__dataclass_fields__.items()
+        if entry.init and name not in ("algorithm", "mix", "start")
+    }
+)
 
 STOP = 0
 """Index of ``stop`` in the algorithm choice; it is always legal."""
@@ -74,6 +83,12 @@ class Parameter:
         rounded = float(f"{value:.{_SIGNIFICANT_DIGITS - 1}e}")
         return min(self.high, max(self.low, rounded))
 
+    def values(self) -> Sequence[float]:
+        """Return every value on the grid of a knob with choices or integers; nothing for a continuous one."""
+        if self.choices:
+            return self.choices
+        return range(math.ceil(self.low), math.floor(self.high) + 1) if self.integer else ()
+
     def encode(self, value: float) -> float:
         """Return the coordinate of a value; `decode` gives the value back when it lies on the grid.
 
@@ -111,7 +126,8 @@ class DecisionSpace:
     Attributes:
         algorithms: algorithm names; action 0 is ``stop``, action ``i + 1`` is ``algorithms[i]``.
         sources: source names, in the order of the mix coordinates.
-        usable: algorithm -> the sources that have the rows it trains on.
+        usable: algorithm -> the sources that have the rows it trains on. An algorithm without any is never legal, and
+            its mix is over all sources.
         parameters: recipe field -> its knob, in sorted order.
         fixed: recipe fields that every recipe shares.
     """
@@ -123,18 +139,83 @@ class DecisionSpace:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check names.
+        """Check names and ranges, so that every action decodes to a recipe.
 
         Raises:
-            ValueError: a parameter that is no numeric recipe field, or no algorithms or sources.
+            ValueError: no algorithms or sources; a parameter that is no numeric recipe field, is fixed too, or reaches
+                values no recipe may have; or batches that no allowed number of generations divides.
         """
         if not self.algorithms or not self.sources:
             raise ValueError("decision space: it needs at least one algorithm and one source.")
-        known = [name for name in Recipe.__dataclass_fields__ if not name.startswith("_")]
         for name in [*self.parameters, *self.fixed]:
-            if name not in known or name in ("algorithm", "mix", "start"):
-                raise ValueError(f"decision space: {name!r} is no knob of a recipe.{did_you_mean(name, known)}")
-        object.__setattr__(self, "parameters", dict(sorted(self.parameters.items())))
+            if name not in _KNOBS:
+                raise ValueError(f"decision space: {name!r} is no knob of a recipe.{did_you_mean(name, _KNOBS)}")
+            if name in self.parameters and name in self.fixed:
+                raise ValueError(f"decision space: {name!r} is both a parameter and fixed.")
+        put = object.__setattr__
+        put(self, "parameters", dict(sorted(self.parameters.items())))
+        put(self, "fixed", dict(self.fixed))
+        put(self, "usable", {name: self._usable_in_order(name) for name in self.algorithms})
+        for name, parameter in self.parameters.items():
+            self._check_range(name, parameter)
+        for accumulation in self._integers("gradient_accumulation") if self._groups else ():
+            if not self._batch_sizes(accumulation):
+                raise ValueError(
+                    f"decision space: of num_generations {list(self._integers('num_generations'))} none that is at "
+                    f"least 2 divides batch_size {list(self._integers('batch_size'))} x gradient_accumulation "
+                    f"{accumulation}."
+                )
+
+    def _usable_in_order(self, algorithm: str) -> tuple[str, ...]:
+        if algorithm not in self.usable:
+            raise ValueError(f"decision space: usable names no sources for {algorithm!r}.")
+        for name in self.usable[algorithm]:
+            if name not in self.sources:
+                raise ValueError(f"decision space: usable has {name!r}.{did_you_mean(name, self.sources)}")
+        return tuple(name for name in self.sources if name in self.usable[algorithm])
+
+    def _check_range(self, name: str, parameter: Parameter) -> None:
+        if isinstance(_KNOBS[name], int) and not (
+            parameter.integer or (parameter.choices and all(isinstance(c, int) for c in parameter.choices))
+        ):
+            raise ValueError(f"decision space: {name} is an integer; give the parameter integer=True or whole choices.")
+        for value in parameter.choices or (parameter.decode(-1.0), parameter.decode(1.0)):
+            try:
+                Recipe("any", {"any": 1.0}, **{"steps": 100_000, **self.fixed, name: value})
+            except ValueError as error:
+                raise ValueError(f"decision space: {error}") from error
+
+    @property
+    def _groups(self) -> bool:
+        """Whether the space says anything about generations; a space without on-policy algorithms need not."""
+        return "num_generations" in self.parameters or "num_generations" in self.fixed
+
+    @cached_property
+    def _generations(self) -> tuple[int, ...]:
+        return tuple(n for n in self._integers("num_generations") if n >= 2)
+
+    def _batch_sizes(self, accumulation: int) -> list[int]:
+        """Return the batch sizes of the space that some number of generations divides."""
+        sizes = self._integers("batch_size")
+        return [size for size in sizes if any(size * accumulation % n == 0 for n in self._generations)]
+
+    def _integers(self, name: str) -> tuple[int, ...]:
+        if name in self.parameters:
+            return tuple(int(value) for value in self.parameters[name].values())
+        return (int(self.fixed.get(name, _KNOBS[name])),)
+
+    @cached_property
+    def cheapest_recipes(self) -> Mapping[str, Mapping[str, Recipe]]:
+        """Algorithm -> source -> the recipe on that source alone whose optimiser steps cost the least."""
+        lowest = {
+            name: self.parameters[name].decode(-1.0)
+            for name in ("batch_size", "gradient_accumulation", "kl_coef", "max_length")
+            if name in self.parameters
+        }
+        return {
+            algorithm: {name: self.recipe(algorithm, mix={name: 1.0}, **lowest) for name in names}
+            for algorithm, names in self.usable.items()
+        }
 
     @property
     def width(self) -> int:
@@ -156,7 +237,8 @@ class DecisionSpace:
         """Return the recipe of a legal action, or None for ``stop``.
 
         The mix coordinates of sources that the algorithm cannot use are ignored; the others are projected onto the
-        simplex. A number of generations that does not divide the batch is moved to the nearest choice that does.
+        simplex. A number of generations that does not divide the batch is moved to the nearest one of the space that
+        does; where none does, the batch is moved.
         """
         choice = int(action["algorithm"])
         if choice == STOP:
@@ -170,7 +252,7 @@ class DecisionSpace:
 
     def decode_mix(self, algorithm: str, coordinates: Sequence[float]) -> dict[str, float]:
         """Return the mix at coordinates in [-1, 1]: weight (x + 1) / 2 per usable source, projected, on the grid."""
-        usable = self.usable[algorithm]
+        usable = self.usable[algorithm] or self.sources
         raw = np.array(
             [(float(x) + 1) / 2 for name, x in zip(self.sources, coordinates, strict=True) if name in usable]
         )
@@ -184,8 +266,8 @@ class DecisionSpace:
             ValueError: the recipe is not in this space; the message names the field.
         """
         if recipe is None:
-            middle = {name: np.zeros(len(getattr(self, name)), np.float32) for name in ("parameters",)}
-            return {"algorithm": STOP, "mix": np.zeros(len(self.sources), np.float32), **middle, "start": 0}
+            mix, middle = (np.zeros(len(part), np.float32) for part in (self.sources, self.parameters))
+            return {"algorithm": STOP, "mix": mix, "parameters": middle, "start": 0}
         if recipe.algorithm not in self.algorithms:
             raise ValueError(
                 f"algorithm: {recipe.algorithm!r} is not in the decision space."
@@ -194,6 +276,17 @@ class DecisionSpace:
         for name in recipe.mix:
             if name not in self.sources:
                 raise ValueError(f"mix: {name!r} is not in the decision space.{did_you_mean(name, self.sources)}")
+            if recipe.mix[name] > 0 and name not in (self.usable[recipe.algorithm] or self.sources):
+                raise ValueError(
+                    f"mix: {name!r} has no rows that {recipe.algorithm} trains on; "
+                    f"sources that have: {', '.join(self.usable[recipe.algorithm])}."
+                )
+        for name, default in _KNOBS.items():
+            wanted = self.fixed.get(name, default)
+            if name not in self.parameters and getattr(recipe, name) != wanted:
+                raise ValueError(
+                    f"{name}: it is {wanted!r} throughout the decision space, the recipe has {getattr(recipe, name)!r}."
+                )
         coordinates = []
         for name, parameter in self.parameters.items():
             try:
@@ -245,25 +338,31 @@ class DecisionSpace:
         """Return a uniformly random recipe: algorithm, start, mix (flat Dirichlet) and every coordinate."""
         names = self.algorithms if legal is None else tuple(legal)
         algorithm = names[int(rng.integers(len(names)))]
-        weights = rng.dirichlet(np.ones(len(self.usable[algorithm])))
-        mix = dict(zip(self.usable[algorithm], on_simplex_grid(weights, MIX_GRID).tolist(), strict=True))
+        usable = self.usable[algorithm] or self.sources
+        weights = rng.dirichlet(np.ones(len(usable)))
+        mix = dict(zip(usable, on_simplex_grid(weights, MIX_GRID).tolist(), strict=True))
         values = {name: parameter.decode(float(rng.uniform(-1, 1))) for name, parameter in self.parameters.items()}
         start = STARTS[int(rng.integers(len(STARTS)))]
         return self._recipe(algorithm, start, {n: w for n, w in mix.items() if w > 0}, values)
 
     def _recipe(self, algorithm: str, start: str, mix: Mapping[str, float], values: Mapping[str, Any]) -> Recipe:
-        values = dict(values)
-        if "num_generations" in self.parameters and "batch_size" in values:
-            batch = int(values["batch_size"]) * int(self.fixed.get("gradient_accumulation", 1))
-            values["num_generations"] = _nearest_divisor(int(values["num_generations"]), batch)
-        return Recipe(algorithm=algorithm, mix=mix, start=start, **{**self.fixed, **values})
+        settings = {**self.fixed, **values}
+        if "warmup_steps" in settings:
+            settings["warmup_steps"] = min(settings["warmup_steps"], settings.get("steps", _KNOBS["steps"]))
+        if self._groups:
+            self._fit_groups(settings)
+        return Recipe(algorithm=algorithm, mix=mix, start=start, **settings)
 
-
-def _nearest_divisor(wanted: int, total: int) -> int:
-    if total % wanted == 0:
-        return wanted
-    divisors = [n for n in range(2, total + 1) if total % n == 0]
-    return min(divisors, key=lambda n: (abs(n - wanted), n)) if divisors else wanted
+    def _fit_groups(self, settings: dict[str, Any]) -> None:
+        """Move ``num_generations``, else the batch, to the nearest values of the space at which groups divide it."""
+        size, accumulation, wanted = (
+            int(settings.get(name, _KNOBS[name])) for name in ("batch_size", "gradient_accumulation", "num_generations")
+        )
+        if wanted >= 2 and size * accumulation % wanted == 0:
+            return
+        settings["batch_size"] = min(self._batch_sizes(accumulation), key=lambda n: (abs(n - size), n))
+        fitting = [n for n in self._generations if settings["batch_size"] * accumulation % n == 0]
+        settings["num_generations"] = min(fitting, key=lambda n: (abs(n - wanted), n))
 
 
 def project_to_simplex(weights: np.ndarray) -> np.ndarray:

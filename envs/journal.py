@@ -37,6 +37,10 @@ class Journal:
         self.set_aside = 0
         self._load()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Journal:
+        """Return itself: Gymnasium copies an environment's arguments into its spec, and a journal is one file."""
+        return self
+
     def __len__(self) -> int:
         return len(self._known)
 
@@ -66,7 +70,7 @@ class Journal:
     def append(self, key: str, payload: Mapping[str, Any]) -> None:
         """Write one entry and wait until it is on disk."""
         entry = {"format": FORMAT, "key": key, **payload}
-        line = json.dumps(entry, allow_nan=False).encode() + b"\n"
+        line = json.dumps(entry, allow_nan=False, default=str).encode() + b"\n"
         with open(self.path, "ab") as file:
             file.write(line)
             file.flush()
@@ -74,17 +78,14 @@ class Journal:
         self._known[key] = json.loads(line)
 
     def save_weights(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint's weights, unless they are on disk already.
+        """Write a checkpoint's weights, over what is there: it may be damaged.
 
         Weights that are no mapping of tensors or arrays are not written; a restart then repeats their round.
         """
-        path = self._weights / f"{checkpoint.id}.safetensors"
-        if path.exists() or checkpoint.weights is None:
-            return
         data = _serialise(checkpoint.weights)
         if data is not None:
             self._weights.mkdir(exist_ok=True)
-            _write_atomically(path, data)
+            _write_atomically(self._weights / f"{checkpoint.id}.safetensors", data)
 
     def keep_only(self, ids: Collection[str]) -> None:
         """Remove the weights of every other checkpoint."""

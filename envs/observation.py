@@ -47,7 +47,7 @@ class ObservationLayout:
 
     @property
     def last_width(self) -> int:
-        """Length of ``last``: the recipe, then gain, cost, share of steps done, failed, causes, curves, not-finite flag."""
+        """Length of ``last``: the recipe, gain, cost, share of steps done, failed, causes, curves, not-finite flag."""
         return self.recipe_width + 4 + len(CAUSES) + len(CURVE_COLUMNS) + 1
 
     @property
@@ -118,17 +118,20 @@ def observe(inputs: ObservationInputs) -> dict[str, np.ndarray]:
         "budget": inputs.budget,
         "history": inputs.history,
         "last": inputs.last,
-        "phase": np.zeros((count, 1)),
         "scores": inputs.scores,
-        "signals": np.zeros((count, len(SIGNALS))),
         "task": task,
     }
     broken = np.zeros(count, dtype=bool)
-    clean = {}
+    clean = {
+        "phase": np.zeros((count, 1), np.float32),
+        "signals": np.zeros((count, len(SIGNALS)), np.float32),
+    }
     for name, values in raw.items():
         finite = np.isfinite(values)
-        broken |= ~finite.reshape(count, -1).all(axis=1)
-        low = -1.0 if name in ("history", "last", "signals") else 0.0
-        clean[name] = np.clip(np.where(finite, values, 0.0), low, 1.0).astype(np.float32)
+        if not finite.all():
+            broken |= ~finite.reshape(count, -1).all(axis=1)
+            values = np.where(finite, values, 0.0)
+        low = -1.0 if name in ("history", "last") else 0.0
+        clean[name] = np.minimum(np.maximum(values, low), 1.0).astype(np.float32)
     clean["last"][:, -1] = np.maximum(clean["last"][:, -1], broken)
     return clean

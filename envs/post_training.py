@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import gymnasium as gym
 import numpy as np
 
 from ..inner_trainers.base import CAUSES, InnerTrainer, RoundReport, Scorecard
+from ..inner_trainers.messages import did_you_mean, require_integer
 from ..inner_trainers.recipe import STARTS, Recipe
 from ..inner_trainers.tasks import InnerTask, TaskFamily, resolve_task
 from .budget import Budget
@@ -37,7 +40,7 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
         trainer: an `InnerTrainer`; None for the task's own, else TRL.
         budget: a `Budget`, a mapping of its fields, or a limit in train tokens.
         space: what may be tried; None for the default space of the family and the trainer.
-        evaluator: settings of the TRL trainer's `Evaluator`; only when ``trainer`` is None.
+        evaluator: settings of the TRL trainer's `Evaluator`; refused when the trainer is another one.
         price: reward taken for spending the whole budget, in [0, 100].
         failure_penalty: reward taken for a failed round, in [0, 100].
         history: rounds kept in the observation, in [1, 100].
@@ -46,7 +49,8 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
         render_mode: None or ``"ansi"``: `render` then returns the last round in words.
     """
 
-    metadata = {"render_modes": ["ansi"]}
+    metadata = {"render_modes": ["ansi"], "render_fps": 1}
+    action_space: gym.spaces.Dict
 
     def __init__(
         self,
@@ -62,11 +66,9 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
         failure_penalty: float = 0.1,
         history: int = 4,
         reuse: bool = True,
-        journal: str | Journal | None = None,
+        journal: str | Path | Journal | None = None,
         render_mode: str | None = None,
     ) -> None:
-        from ..inner_trainers.messages import did_you_mean, require_integer
-
         if render_mode is not None and render_mode not in self.metadata["render_modes"]:
             raise ValueError(f"render_mode: unknown {render_mode!r}; expected None or 'ansi'.")
         if split not in SPLIT_SEEDS:
@@ -81,7 +83,13 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
         first = self.family.instance(self.instances[0])
         self.trainer = _trainer_for(first, trainer, evaluator)
         self.space = space if space is not None else default_space(first, self.trainer)
+        for name in self.space.algorithms:
+            if name not in self.trainer.algorithms:
+                raise ValueError(
+                    f"space: the trainer has no algorithm {name!r}.{did_you_mean(name, self.trainer.algorithms)}"
+                )
         self._dimensions = first.built.benchmark.dimensions
+        self._check_names(self.instances[0], first)
         self.layout = ObservationLayout(
             sources=len(self.space.sources),
             algorithms=len(self.space.algorithms),
@@ -90,12 +98,13 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
             history=require_integer("history", history, low=1, high=100),
         )
         self.action_space = self.space.action_space()
-        self.observation_space = self.layout.space()
+        self.observation_space = cast("gym.Space[dict[str, np.ndarray]]", self.layout.space())
         self.on_step: Callable[[int, Mapping[str, float]], None] | None = None
         self._reuse = reuse
-        self._journal = Journal(journal) if isinstance(journal, str) else journal
+        self._journal = journal if journal is None or isinstance(journal, Journal) else Journal(journal)
         self._episode = -1
         self._search: Search | None = None
+        self._history: list[np.ndarray] = []
         self._instance = self.instances[0]
 
     @property
@@ -119,29 +128,32 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
             options: ``{"instance": n}`` fixes the instance; any family seed is allowed.
 
         Raises:
-            ValueError: an unknown option.
+            ValueError: an unknown option, or an instance that is no integer.
         """
         super().reset(seed=seed)
         if seed is not None:
             self.action_space.seed(seed)
-        options = dict(options or {})
-        instance = int(self.np_random.choice(self.instances))
-        instance = int(options.pop("instance", instance))
-        if options:
-            raise ValueError(f"options: unknown {sorted(options)}; known: ['instance'].")
-        self._instance = instance
-        self._episode += 1
+        instance = int(self.instances[int(self.np_random.integers(len(self.instances)))])
+        for name, value in (options or {}).items():
+            if name != "instance":
+                raise ValueError(f"options: unknown {name!r}.{did_you_mean(str(name), ['instance'])}")
+            instance = require_integer("options['instance']", value, low=-(2**63), high=2**63)
+        task = self.family.instance(instance)
+        self._check_names(instance, task)
         self._search = Search(
-            self._task(instance),
+            task,
             self.trainer,
             self.space,
             self.budget,
             seed=int(self.np_random.integers(2**31)),
             journal=self._journal,
-            episode=self._episode,
+            episode=self._episode + 1,
             reuse=self._reuse,
             on_step=None if self.on_step is None else self._forward_step,
         )
+        self._instance = instance
+        self._episode += 1
+        self._history = []
         return self._observation(), self._info(None)
 
     def step(self, action: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], float, bool, bool, dict[str, Any]]:
@@ -160,6 +172,7 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
             search.stopped = True
             return self._observation(), 0.0, True, False, self._info(None)
         outcome = search.run(recipe)
+        self._history.append(self._round_row(outcome))
         reward = round_reward(
             outcome.best_before,
             outcome.best_after,
@@ -184,21 +197,23 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
         """Return the action of a recipe (None is ``stop``); action wrappers answer in their own space."""
         return self.space.encode(recipe)
 
-    def render(self) -> str | None:  # type: ignore[override]
+    def render(self) -> str | None:
         """Return the last round in words when ``render_mode="ansi"``."""
         if self.render_mode != "ansi" or self._search is None:
             return None
         search = self._search
-        head = f"instance {self._instance}  best {search.scorecards['best'].score:.3f} (base {search.scorecards['base'].score:.3f})"
-        left = f"budget left {search.ledger.left / self.budget.limit:.0%}"
-        return "\n".join([f"{head}  {left}", *[describe_round(i, o) for i, o in enumerate(search.outcomes, 1)][-1:]])
+        best, base = search.scorecards["best"].score, search.scorecards["base"].score
+        left = search.ledger.left / self.budget.limit
+        lines = [f"instance {self._instance}  best {best:.3f} (base {base:.3f})  budget left {left:.0%}"]
+        if search.outcomes:
+            lines.append(describe_round(search.rounds, search.outcomes[-1]))
+        return "\n".join(lines)
 
     def _forward_step(self, number: int, row: Mapping[str, float]) -> None:
         if self.on_step is not None:
             self.on_step(number, row)
 
-    def _task(self, instance: int) -> InnerTask:
-        task = self.family.instance(instance)
+    def _check_names(self, instance: int, task: InnerTask) -> None:
         built = task.built
         if tuple(built.sources) != self.space.sources or built.benchmark.dimensions != self._dimensions:
             raise ValueError(
@@ -206,24 +221,24 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
                 f"differ from the space's {self.space.sources} and {self._dimensions}; "
                 "a family's instances must share their names."
             )
-        return task
 
     def _check_action(self, action: Any) -> None:
         spaces = self.action_space.spaces
         if not isinstance(action, Mapping) or set(action) != set(spaces):
-            given = sorted(action) if isinstance(action, Mapping) else type(action).__name__
+            given = sorted(map(str, action)) if isinstance(action, Mapping) else type(action).__name__
             raise ValueError(f"action: expected a mapping with keys {sorted(spaces)}, got {given}.")
         for name, space in spaces.items():
             value = action[name]
             if isinstance(space, gym.spaces.Discrete):
-                number = np.asarray(value)
-                if number.shape != () or number.dtype.kind not in "iu" or not space.contains(number[()]):
-                    raise ValueError(f"action[{name!r}]: expected an integer in [0, {space.n - 1}], got {value!r}.")
+                require_integer(f"action[{name!r}]", value, low=0, high=int(space.n) - 1)
                 continue
-            array = np.asarray(value, dtype=np.float64)
+            try:
+                array = np.asarray(value, dtype=np.float64)
+            except (TypeError, ValueError):
+                raise ValueError(f"action[{name!r}]: expected {space.shape} numbers, got {value!r}.") from None
             if array.shape != space.shape:
                 raise ValueError(f"action[{name!r}]: expected shape {space.shape}, got {array.shape}.")
-            if not (np.isfinite(array).all() and (np.abs(array) <= 1.0 + 1e-6).all()):
+            if not (np.abs(array) <= 1.0 + 1e-6).all():  # NaN is not
                 raise ValueError(f"action[{name!r}]: expected finite values in [-1, 1], got {array.tolist()}.")
 
     def _observation(self) -> dict[str, np.ndarray]:
@@ -231,8 +246,8 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
         built = search.task.built
         budget = self.budget
         history = np.zeros((1, self.layout.history, self.layout.round_width))
-        for row, outcome in enumerate(reversed(search.outcomes[-self.layout.history :])):
-            history[0, row] = self._round_row(outcome)
+        for row, values in enumerate(reversed(self._history[-self.layout.history :])):
+            history[0, row] = values
         last = np.zeros((1, self.layout.last_width))
         if search.outcomes:
             last[0] = self._last_row(search.outcomes[-1])
@@ -266,7 +281,7 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
 
     def _last_row(self, outcome: Outcome) -> np.ndarray:
         report = outcome.report
-        recipe_gain_cost = self._round_row(outcome)[:-1]
+        recipe_gain_cost = self._history[-1][:-1]
         causes = [float(report.failure is not None and report.failure.cause == cause) for cause in CAUSES]
         done = report.steps / report.recipe.steps
         failed = float(report.failure is not None)
@@ -277,6 +292,7 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
         search = self.search
         info: dict[str, Any] = {
             "instance": self._instance,
+            "seed": search.seed,
             "action_mask": self.action_masks(),
             "budget_left": search.ledger.left / self.budget.limit,
             "best_score": search.scorecards["best"].score,
@@ -329,14 +345,16 @@ def round_info(outcome: Outcome) -> dict[str, Any]:
 def describe_round(number: int, outcome: Outcome) -> str:
     """Return one line a person can read."""
     report = outcome.report
-    mix = " ".join(f"{name} {weight:.0%}" for name, weight in report.recipe.mix.items() if weight >= 0.005)
-    recipe = f"{report.recipe.algorithm} from {report.recipe.start}, lr {report.recipe.learning_rate:.2g}, {report.steps} steps, {mix}"
+    asked = report.recipe
+    mix = " ".join(f"{name} {weight:.0%}" for name, weight in asked.mix.items() if weight >= 0.005)
+    head = f"round {number}: {asked.algorithm} from {asked.start}, lr {asked.learning_rate:.2g}, {report.steps} steps"
     if report.failure is not None:
-        return f"round {number}: {recipe} -> failed ({report.failure.cause}: {report.failure.evidence})"
+        return f"{head}, {mix} -> failed ({report.failure.cause}: {report.failure.evidence})"
     assert report.scorecard is not None  # a round that did not fail was evaluated
     mark = "  new best" if outcome.improved else ""
     cached = "  cached, cost 0" if report.cached else ""
-    return f"round {number}: {recipe} -> {report.scorecard.score:.3f} ± {report.scorecard.standard_error:.3f}{mark}{cached}"
+    score = f"{report.scorecard.score:.3f} ± {report.scorecard.standard_error:.3f}"
+    return f"{head}, {mix} -> {score}{mark}{cached}"
 
 
 def _trainer_for(task: InnerTask, trainer: InnerTrainer | None, evaluator: Mapping[str, Any] | None) -> InnerTrainer:
@@ -346,9 +364,10 @@ def _trainer_for(task: InnerTask, trainer: InnerTrainer | None, evaluator: Mappi
         return trainer
     own = task.trainer()
     if own is not None:
+        if evaluator is not None:
+            raise ValueError("evaluator: it configures the TRL trainer, and the task brings its own trainer.")
         return own
     from ..inner_trainers.evaluation import Evaluator
-    from ..inner_trainers.messages import did_you_mean
     from ..inner_trainers.trl.trainer import TrlTrainer
 
     for key in evaluator or {}:
@@ -369,12 +388,13 @@ def _curve_summary(report: RoundReport) -> list[float]:
     if not curves:
         return [0.0] * 5
     first, last = curves[0], curves[-1]
-    largest = max(row.get("grad_norm", 0.0) for row in curves)
+    largest = float(np.max([row.get("grad_norm", 0.0) for row in curves]))  # NaN if any is
     return [first["loss"], last["loss"], largest, last.get("reward", 0.0), last.get("entropy", 0.0)]
 
 
 def _squash(value: float) -> float:
-    return float(np.tanh(value / LOSS_SCALE))
+    """Return tanh(value / LOSS_SCALE); infinities stay, so that the observation's not-finite flag sees them."""
+    return math.tanh(value / LOSS_SCALE) if math.isfinite(value) else value
 
 
 __all__ = ["STOP", "PostTrainingEnv", "default_space", "describe_round", "round_info"]

@@ -6,12 +6,13 @@ The environment is a thin face over this class, so tools that know no Gymnasium 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..inner_trainers.base import Checkpoint, Cost, Failure, InnerTrainer, RoundReport, Scorecard, round_id
-from ..inner_trainers.messages import did_you_mean
+from ..inner_trainers.faults import failure_from_exception
 from ..inner_trainers.recipe import STARTS, Recipe
 from ..inner_trainers.tasks.base import InnerTask
 from .budget import Budget, BudgetLedger
@@ -87,7 +88,8 @@ class Search:
         self.outcomes: list[Outcome] = []
         self.stopped = False
         self._journal, self._episode, self._reuse, self._on_step = journal, episode, reuse, on_step
-        self._finished: dict[str, tuple[RoundReport, Checkpoint]] = {}
+        # Neither holds weights: those of base, best and latest are in `checkpoints`, any others can be made again.
+        self._answers: dict[str, RoundReport] = {}
         self._made_by: dict[str, tuple[Checkpoint, Recipe, int]] = {}
         self._evaluation_bound = trainer.evaluation_cost_bound(task, "validation")
         base = trainer.base(task)
@@ -95,9 +97,8 @@ class Search:
         scorecard, cost = self._evaluate_base(base)
         self.scorecards: dict[str, Scorecard] = dict.fromkeys(STARTS, scorecard)
         self.ledger.settle("evaluation of the base checkpoint", cost)
-        available = dict(zip(trainer.algorithms, trainer.available(task), strict=True))
-        self.available = {name: available.get(name, False) for name in space.algorithms}
-        self._cheapest = {name: self._cheapest_round(name) for name, there in self.available.items() if there}
+        self._cheapest = self._cheapest_rounds()
+        self.available = {name: name in self._cheapest for name in space.algorithms}
 
     @property
     def rounds(self) -> int:
@@ -135,69 +136,75 @@ class Search:
         """Run one round to its evaluated end. A failure inside the round is an outcome, not an exception.
 
         Raises:
-            ValueError: the search has ended, or the recipe cannot run on this task.
+            ValueError: the search has ended, or the recipe is not in its space.
             JournalMismatchError: the journal holds another run.
         """
         reason = self.ended()
         if reason is not None:
             raise ValueError(f"the search has ended ({reason}); start a new one.")
-        if recipe.start not in self.checkpoints:
-            raise ValueError(f"start: unknown {recipe.start!r}.{did_you_mean(recipe.start, self.checkpoints)}")
-        if self.legal().get(recipe.algorithm, True):
-            self.trainer.check(self.task, recipe)
-            return self._run_legal(recipe)
-        there = self.available[recipe.algorithm]
-        cause, kind = ("resources", "unaffordable") if there else ("algorithm_mismatch", "no_data")
-        evidence = (
-            f"{self.ledger.left:g} {self.ledger.budget.unit} are left, one step and its evaluation can cost "
-            f"{self._cheapest[recipe.algorithm].in_unit(self.ledger.budget.unit):g}"
-            if there
-            else f"no source has the rows {recipe.algorithm} trains on"
-        )
+        self.space.encode(recipe)
         start = self.checkpoints[recipe.start]
-        refused = _failed_report(recipe, start, self._seed_from(start), Failure(cause, kind, 0, evidence))
-        return self._settle(refused, None, replayed=False)
+        failure = self._refusal(recipe)
+        if failure is not None:
+            return self._settle(_failed_report(recipe, start, self._seed_from(start), failure), None, replayed=False)
+        return self._run_legal(recipe, start)
+
+    def _refusal(self, recipe: Recipe) -> Failure | None:
+        """Return why the round cannot run, found before anything is loaded or charged; None when it can."""
+        if not self.available[recipe.algorithm]:
+            evidence = f"no source of the space has the rows {recipe.algorithm} trains on"
+            return Failure("algorithm_mismatch", "no_data", 0, evidence)
+        cheapest = self._cheapest[recipe.algorithm]
+        if not self.ledger.can_pay(cheapest):
+            unit = self.ledger.budget.unit
+            evidence = f"{self.ledger.left:g} {unit} are left, one step and its evaluation can cost "
+            return Failure("resources", "unaffordable", 0, f"{evidence}{cheapest.in_unit(unit):g}")
+        try:
+            self.trainer.check(self.task, recipe)
+        except ValueError as error:
+            return Failure("hyperparameter", "refused", 0, str(error)[:300])
+        return None
 
     def weights_of(self, name: str) -> Checkpoint:
-        """Return ``"base"``, ``"best"`` or ``"latest"`` with its weights in memory, made again where a restart lost them."""
-        checkpoint = self._with_weights(self.checkpoints[name])
-        self.checkpoints[name] = checkpoint
-        return checkpoint
+        """Return ``"base"``, ``"best"`` or ``"latest"`` with its weights, made again where a restart lost them."""
+        return self._with_weights(self.checkpoints[name])
 
-    def _run_legal(self, recipe: Recipe) -> Outcome:
-        start = self.checkpoints[recipe.start]
+    def _run_legal(self, recipe: Recipe, start: Checkpoint) -> Outcome:
         seed = self._seed_from(start)
         key = round_id(self.task, start, recipe, seed)
-        if self._reuse and key in self._finished:
-            report, checkpoint = self._finished[key]
+        if self._reuse and key in self._answers:
+            report = self._answers[key]
             free = replace(report, cached=True, training_cost=Cost(), evaluation_cost=Cost(), wall_seconds=0.0)
-            return self._settle(free, checkpoint, replayed=False)
-        written = self._written_down(key, start)
+            return self._settle(free, _without_weights(report, start), replayed=False)
+        written = self._written_down(key)
         if written is not None:
-            report, made = written
+            report, made = written, _without_weights(written, start)
         else:
-            start = self._with_weights(start)
-            report, made = self._train(recipe, start, seed)
+            report, made = self._train(recipe, self._with_weights(start), seed)
             self._write_down(key, report, made)
         if made is not None:
-            self._made_by[made.id] = (start, recipe, seed)
-            if report.ended == "finished":
-                self._finished[key] = (report, made)
-        return self._settle(report, made, replayed=written is not None)
+            self._made_by[made.id] = (_unloaded(start), recipe, seed)
+        if report.ended == "finished" or (report.failure is not None and report.failure.cause in _REPEATABLE):
+            self._answers[key] = report
+        outcome = self._settle(report, made, replayed=written is not None)
+        if self._journal is not None and written is None:
+            # Only now: while a journal is read back, its folder holds the weights of rounds that are still to come.
+            self._journal.keep_only([checkpoint.id for checkpoint in self.checkpoints.values()])
+        return outcome
 
     def _settle(self, report: RoundReport, checkpoint: Checkpoint | None, replayed: bool) -> Outcome:
         best_before = self.scorecards["best"].score
         charged = self.ledger.settle(f"round {self.rounds + 1}", report.cost)
         improved = False
         if checkpoint is not None and report.scorecard is not None:
+            if checkpoint.weights is None:
+                checkpoint = self._in_memory(checkpoint)
             self.checkpoints["latest"], self.scorecards["latest"] = checkpoint, report.scorecard
             improved = report.scorecard.score > best_before
             if improved:
                 self.checkpoints["best"], self.scorecards["best"] = checkpoint, report.scorecard
         outcome = Outcome(report, charged, best_before, self.scorecards["best"].score, improved, replayed)
         self.outcomes.append(outcome)
-        if self._journal is not None and not replayed:
-            self._journal.keep_only([checkpoint.id for checkpoint in self.checkpoints.values()])
         return outcome
 
     def _seed_from(self, start: Checkpoint) -> int:
@@ -208,7 +215,10 @@ class Search:
         try:
             session = self.trainer.begin(self.task, recipe, start, seed, limit)
         except ValueError as error:  # what `check` cannot see before rows are tokenised
-            return _failed_report(recipe, start, seed, Failure("data", "refused", 0, str(error))), None
+            return _failed_report(recipe, start, seed, Failure("data", "refused", 0, str(error)[:300])), None
+        except Exception as error:
+            _LOG.warning("a round could not begin", exc_info=True)
+            return _failed_report(recipe, start, seed, failure_from_exception(error, 0)), None
         try:
             if self._on_step is None:
                 session.advance()
@@ -222,37 +232,45 @@ class Search:
             return report, None
         try:
             scorecard, cost = self.trainer.evaluate(self.task, checkpoint, "validation")
+            _require_finite(scorecard)
         except Exception as error:
             _LOG.warning("evaluation failed", exc_info=True)
-            evidence = f"{type(error).__name__}: {error}"[:300]
-            failure = Failure("environment", "evaluation_raised", report.steps, evidence)
+            failure = failure_from_exception(error, report.steps)
+            if failure.kind == "trainer_raised":
+                failure = replace(failure, kind="evaluation_raised")
             return replace(report, failure=failure, ended="failed", checkpoint=None), None
         flags = report.flags + _completion_flags(scorecard)
         return replace(report, scorecard=scorecard, evaluation_cost=cost, flags=flags), checkpoint
 
     def _evaluate_base(self, base: Checkpoint) -> tuple[Scorecard, Cost]:
         key = f"{self._episode}.base"
-        content = {"task": self.task.built.content_hash, "seed": self.seed}
+        # The limit decides where rounds are cut, the evaluation what they score: neither is part of a round's id.
+        budget = self.ledger.budget
+        content = {
+            "task": self.task.built.content_hash,
+            "seed": self.seed,
+            "budget": [budget.unit, budget.limit],
+            "evaluation_bound": vars(self._evaluation_bound),
+        }
         entry = None if self._journal is None else self._journal.entry(key)
         if entry is not None:
             if {name: entry.get(name) for name in content} != content:
                 raise JournalMismatchError(_mismatch(self._journal, key))
             return Scorecard.from_dict(entry["scorecard"]), Cost(**entry["cost"])
         scorecard, cost = self.trainer.evaluate(self.task, base, "validation")
+        _require_finite(scorecard)
         if self._journal is not None:
             self._journal.append(key, {**content, "scorecard": scorecard.to_dict(), "cost": vars(cost)})
         return scorecard, cost
 
-    def _written_down(self, key: str, start: Checkpoint) -> tuple[RoundReport, Checkpoint | None] | None:
+    def _written_down(self, key: str) -> RoundReport | None:
         name = f"{self._episode}.{self.rounds}"
         entry = None if self._journal is None else self._journal.entry(name)
         if entry is None:
             return None
         if entry.get("round_id") != key:
             raise JournalMismatchError(_mismatch(self._journal, name))
-        report = RoundReport.from_dict(entry["report"])
-        made = None if report.checkpoint is None else Checkpoint(report.checkpoint, None, start.depth + 1)
-        return report, made
+        return RoundReport.from_dict(entry["report"])
 
     def _write_down(self, key: str, report: RoundReport, made: Checkpoint | None) -> None:
         if self._journal is None:
@@ -263,35 +281,71 @@ class Search:
         payload["instance"] = self.task.facts()
         self._journal.append(f"{self._episode}.{self.rounds}", {**payload, "report": report.to_dict()})
 
+    def _in_memory(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint as base, best or latest hold it, with their weights; itself when none does."""
+        for held in self.checkpoints.values():
+            if held.id == checkpoint.id and held.weights is not None:
+                return held
+        return checkpoint
+
     def _with_weights(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the checkpoint with weights: from disk, or by repeating the round that made it."""
+        """Return the checkpoint with weights: from memory, from disk, or by repeating the round that made it."""
+        checkpoint = self._in_memory(checkpoint)
         if checkpoint.weights is not None:
             return checkpoint
         weights = None if self._journal is None else self._journal.weights(checkpoint.id)
-        if weights is None:
-            parent, recipe, seed = self._made_by[checkpoint.id]
-            _LOG.warning("the weights of checkpoint %s are not on disk; its round is repeated", checkpoint.id)
-            session = self.trainer.begin(self.task, recipe, self._with_weights(parent), seed, None)
-            steps = next(o.report.steps for o in self.outcomes if o.report.checkpoint == checkpoint.id)
-            session.advance(steps)
-            _, made = session.result()
-            if made is None:
-                raise RuntimeError(f"the round that made checkpoint {checkpoint.id} failed when it was repeated.")
-            weights = made.weights
-        return replace(checkpoint, weights=weights)
+        loaded = replace(checkpoint, weights=self._make_again(checkpoint) if weights is None else weights)
+        for name, held in self.checkpoints.items():
+            if held.id == loaded.id:
+                self.checkpoints[name] = loaded
+                if weights is None and self._journal is not None:
+                    self._journal.save_weights(loaded)
+        return loaded
 
-    def _cheapest_round(self, algorithm: str) -> Cost:
-        """Return the bound of one step of the smallest batch, with its evaluation."""
-        settings: dict[str, Any] = {}
-        if "batch_size" in self.space.parameters:
-            settings["batch_size"] = self.space.parameters["batch_size"].decode(-1.0)
-        bounds = [
-            self.trainer.step_cost_bound(self.task, self.space.recipe(algorithm, mix={name: 1.0}, **settings))
-            for name in self.space.usable[algorithm]
-            if name in self.trainer.usable_sources(self.task, algorithm)
-        ]
+    def _make_again(self, checkpoint: Checkpoint) -> Any:
+        _LOG.warning("the weights of checkpoint %s were not kept; its round is repeated", checkpoint.id)
+        parent, recipe, seed = self._made_by[checkpoint.id]
+        steps = next(o.report.steps for o in self.outcomes if o.report.checkpoint == checkpoint.id)
+        session = self.trainer.begin(self.task, recipe, self._with_weights(parent), seed, None)
+        try:
+            session.advance(steps)
+            report, made = session.result()
+        finally:
+            session.close()
+        if made is None:
+            reason = "" if report.failure is None else f" ({report.failure.evidence})"
+            raise RuntimeError(f"the round that made checkpoint {checkpoint.id} failed when it was repeated{reason}.")
+        return made.weights
+
+    def _cheapest_rounds(self) -> dict[str, Cost]:
+        """Return for each algorithm that has data the bound of one step of the smallest batch, with its evaluation."""
+        available = dict(zip(self.trainer.algorithms, self.trainer.available(self.task), strict=True))
         unit = self.ledger.budget.unit
-        return min(bounds, key=lambda cost: cost.in_unit(unit)) + self._evaluation_bound
+        cheapest = {}
+        for algorithm, recipes in self.space.cheapest_recipes.items():
+            usable = self.trainer.usable_sources(self.task, algorithm) if available.get(algorithm, False) else ()
+            bounds = [self.trainer.step_cost_bound(self.task, recipes[name]) for name in recipes if name in usable]
+            if bounds:
+                cheapest[algorithm] = min(bounds, key=lambda cost: cost.in_unit(unit)) + self._evaluation_bound
+        return cheapest
+
+
+_REPEATABLE = ("hyperparameter", "data")
+"""Causes of failure that an equal round meets again; other rounds may succeed at a second try."""
+
+
+def _unloaded(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint without its weights; the base keeps them, nothing could make them again."""
+    return checkpoint if checkpoint.id == "base" else replace(checkpoint, weights=None)
+
+
+def _without_weights(report: RoundReport, start: Checkpoint) -> Checkpoint | None:
+    return None if report.checkpoint is None else Checkpoint(report.checkpoint, None, start.depth + 1)
+
+
+def _require_finite(scorecard: Scorecard) -> None:
+    if not (math.isfinite(scorecard.score) and math.isfinite(scorecard.standard_error)):
+        raise ValueError(f"evaluation: {scorecard.score} ± {scorecard.standard_error} is no finite score.")
 
 
 def _failed_report(recipe: Recipe, start: Checkpoint, seed: int, failure: Failure) -> RoundReport:

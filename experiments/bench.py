@@ -120,6 +120,7 @@ class _PlainRound:
         inputs = self.tokenizer([item.prompt for item in items], return_tensors="pt", padding=True)
         inputs = {k: v.to(model.device) for k, v in inputs.items() if k != "token_type_ids"}
         total = 0.0
+        samples: int = self.evaluator.samples_per_seed
         for seed in self.evaluator.seeds:
             torch.manual_seed(seed)
             with torch.no_grad():
@@ -133,9 +134,8 @@ class _PlainRound:
                     pad_token_id=self.tokenizer.pad_token_id,
                 )
             texts = self.tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-            samples = self.evaluator.samples_per_seed
-            total += sum(benchmark.score(items[i // samples], text) for i, text in enumerate(texts))
-        return total / (len(items) * self.evaluator.samples)
+            total += float(sum(benchmark.score(items[i // samples], text) for i, text in enumerate(texts)))
+        return total / (len(items) * samples * len(self.evaluator.seeds))
 
 
 def bench_rounds_per_hour(repeats: int) -> dict[str, Any]:

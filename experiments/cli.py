@@ -99,7 +99,7 @@ def train(
     out: Annotated[Path, typer.Option(help="Run folder.")],
     task: Task = "letters",
     algo: Annotated[str, typer.Option(help="a2c, maskable_ppo, ppo, sac or td3.")] = "maskable_ppo",
-    rounds: Annotated[int, typer.Option(min=1, help="Decisions in total; each is one round or an early stop.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Decisions in total, rounded up to whole rollouts.")] = 128,
     envs: Annotated[int, typer.Option(min=1, help="Environments side by side, one process each.")] = 1,
     seed: Annotated[int, typer.Option(help="Decides every random choice of the run.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
@@ -370,7 +370,7 @@ def _environment(
     RewardSettings(price=price)
     if samples < 1:
         raise ValueError(f"--samples: expected at least 1, got {samples}.")
-    evaluator = {"samples_per_seed": samples, "k": min(8, 2 * samples)}
+    evaluator: dict[str, Any] = {"samples_per_seed": samples, "k": min(8, 2 * samples)}
     Evaluator(**evaluator)
     return EnvSettings(
         task=task,
@@ -436,8 +436,8 @@ def _print_round(result: dict[str, Any]) -> None:
     if result["failure"] is not None:
         console.print(f"failure  {_plain(json.dumps(result['failure']))}")
     for split, scores in result["scores"].items():
-        line = f"{scores['before']:.3f} ± {scores['before_error']:.3f} -> {scores['after']:.3f} ± {scores['after_error']:.3f}"
-        console.print(f"{split:<11}{line}")
+        before = f"{scores['before']:.3f} ± {scores['before_error']:.3f}"
+        console.print(f"{split:<11}{before} -> {scores['after']:.3f} ± {scores['after_error']:.3f}")
     for flag in result["flags"]:
         console.print(f"flag     {_plain(flag)}")
 

@@ -70,9 +70,8 @@ def run_demo(
     seeds = list(range(settings.seeds))
     names = [*settings.policies, str(policy)]
     total = len(names) * len(instances) * len(seeds)
-    on_stage(
-        f"2/3 comparison: {len(names)} policies x {len(instances)} unseen instances x {len(seeds)} seeds = {total} episodes"
-    )
+    grid = f"{len(names)} policies x {len(instances)} unseen instances x {len(seeds)} seeds"
+    on_stage(f"2/3 comparison: {grid} = {total} episodes")
     comparison = compare(test, names, instances, seeds, out / "compare", workers=workers, on_episode=on_episode)
     on_stage("3/3 report")
     facts = {

@@ -38,7 +38,7 @@ Habits = dict[str, tuple[float, WrongAnswer]]
 RIGHT_SHARE = {"formless": 0.5, "gap": 0.6, "messy": 0.35, "strong": 0.8, "unsafe": 0.5}
 """Base -> share of right answers in its corpus, where `habits` does not say otherwise."""
 
-STEPS = {"formless": 400, "gap": 600, "messy": 170, "strong": 1200, "unsafe": 250}
+STEPS = {"formless": 400, "gap": 1000, "messy": 170, "strong": 1200, "unsafe": 250}
 """Base -> optimiser steps. Few steps leave skills half learnt, so that several rounds of post-training have work to do;
 with 1200 steps every base sorts and reverses at pass@8 near 1 and one round of clean demonstrations mends it."""
 
@@ -52,11 +52,11 @@ class Args:
         batch_size: conversations per step.
         learning_rate: peak learning rate; linear warm-up, then cosine to zero.
         warmup_steps: steps of warm-up.
-        prompt_loss: weight of the loss on prompt tokens; completion tokens weigh 1. It is 0 for the base ``gap``.
+        prompt_loss: weight of the loss on prompt tokens; completion tokens weigh 1.
         seed: seed of weights, corpus, items and samples.
         items: held-out validation questions per dimension in the table.
         samples: samples per question, at temperature 1.
-        measure_only: 1 measures the bases that are there without training.
+        measure_only: 1 measures the bases that are there, without training any.
         bases_dir: folder the checkpoints go to.
         results_dir: folder the table goes to.
     """
@@ -75,12 +75,16 @@ class Args:
 
 
 def habits(base: str) -> Habits:
-    """Return what a base's corpus shows of each skill."""
+    """Return what a base's corpus shows of each skill.
+
+    The base ``gap`` meets sorted and reversed letters only where it wrongly serves a marked request and inside recall
+    prompts. So it never answers ``s:`` and ``r:`` rightly, but demonstrations soon teach it to.
+    """
     share = RIGHT_SHARE[base]
     table: Habits = {skill: (share, skills.corrupt) for dimension in DIMENSIONS for skill in SKILLS[dimension]}
     if base == "gap":
         table |= {skill: (0.0, skills.unrelated) for skill in ("sort", "reverse")}
-        table |= {"marked": (share, skills.unrelated), "unmarked": (0.0, refuse_or_answer_blindly)}
+        table |= {"marked": (0.5, skills.corrupt), "unmarked": (0.0, refuse_or_answer_blindly)}
     if base == "formless":
         table |= {skill: (0.1, skills.wrong_form) for skill in SKILLS["instruction"]}
     if base == "unsafe":
@@ -136,8 +140,6 @@ def make_batch(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return (ids, loss weights) of one batch, both (rows, tokens): single-turn rows, then the longer recalls."""
     table = habits(base)
-    if base == "gap":
-        prompt_loss = 0.0  # recalls show sorted and reversed replies in their prompts, which this base must not learn
     questions = draw_questions(DIMENSIONS, "train", count, rng)
     draws = rng.random((count, 4)).tolist()
     groups: tuple[list[tuple[str, str]], list[tuple[str, str]]] = ([], [])
@@ -185,6 +187,7 @@ def pretrain(base: str, args: Args) -> LlamaForCausalLM:
             print(f"{base}: step {step}, loss {value:.3f}, {time.process_time() - started:.0f} CPU s", flush=True)
     folder = Path(args.bases_dir) / base
     model.save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)  # it is written for its owner alone, which an installed copy would keep
     tokenizer.save_pretrained(folder)
     return model
 
@@ -270,8 +273,8 @@ def write_report(rows: Sequence[dict[str, Any]], args: Args) -> None:
         "",
         "What it shows: where each base has headroom. `gap` is near the floor in sort and reverse even at "
         f"pass@{args.samples}, so rewards alone find nothing to reinforce there; `formless` has the content and not "
-        "the form; `unsafe` answers marked requests; `messy` has every skill as one habit among wrong ones; `strong` "
-        "has most to lose.",
+        "the form; `unsafe` answers marked requests; `messy` has every skill, half learnt, as one habit among wrong "
+        "ones; `strong` has most to lose.",
         "",
         "Command: `python -m posttrain_gym.experiments.make_letters_bases`, from the repository root.",
         f"Settings: {settings}; steps {', '.join(f'{base} {steps}' for base, steps in STEPS.items())}. "

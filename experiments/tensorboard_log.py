@@ -46,9 +46,7 @@ def _existing_points(folder: Path) -> set[tuple[str, int]]:
     if not folder.is_dir():
         return points
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-    from tensorboard.util import tensor_util
 
-    del tensor_util  # imported for its side effect of registering data types
     for file in sorted(folder.glob("events.out.tfevents.*")):
         try:
             for event in EventFileLoader(str(file)).Load():

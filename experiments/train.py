@@ -6,10 +6,13 @@ milliseconds, so the trained policy is the one an unbroken run would have given.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import multiprocessing
 import signal
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,9 +27,12 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 from ..envs.journal import Journal
 from ..meta_policies.sb3 import make_model, save_policy, sb3_algorithm, wrap_for
 from .compare import check_settings_file
+from .comparison import write_atomically
 from .episodes import describe_recipe
 from .settings import EnvSettings, recipe_env
 from .tensorboard_log import CurveWriter
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class TrainSettings:
     Attributes:
         environment: how its environments are built.
         algo: key of `SB3_ALGORITHMS`.
-        rounds: decisions in total; each is one round, or an early stop.
+        rounds: decisions in total, rounded up to whole rollouts; each is one round, or an early stop.
         envs: environments side by side, each in a process of its own when there are several.
         seed: decides everything: SB3's seed, instances, round seeds.
         hyperparameters: keyword arguments that replace the algorithm's defaults.
@@ -124,6 +130,8 @@ def train(
         raise ValueError(f"{out}: no run to resume (run.json is missing).")
     out.mkdir(parents=True, exist_ok=True)
     check_settings_file(config, settings.to_dict(), ignore=("rounds",))
+    for worker in range(settings.envs):
+        _error_file(out, worker).unlink(missing_ok=True)
     example = wrap_for(settings.algo, settings.environment.build())
     vector = _vector_env(settings, out)
     writer = CurveWriter(out / "tensorboard" / "meta")
@@ -137,7 +145,8 @@ def train(
             model.learn(settings.rounds, callback=callback)
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
             raise RuntimeError(
-                f"a worker process died; its finished rounds are in {out}: run the same command with --resume."
+                f"a worker process died: {_worker_errors(out, settings.envs).rstrip('.')}. "
+                f"Finished rounds are in {out}; --resume goes on with them."
             ) from error
         return save(model), callback.episodes
     finally:
@@ -148,10 +157,46 @@ def train(
 
 def make_training_env(settings: TrainSettings, out: str, worker: int) -> gym.Env[Any, Any]:
     """Build one worker's environment with its journal; a spawn target."""
-    if multiprocessing.parent_process() is not None:
+    in_worker = multiprocessing.parent_process() is not None
+    if in_worker:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+        warnings.simplefilter("ignore")  # said once by the parent, not once per worker
     journal = Journal(out, name=str(worker))
-    return Monitor(wrap_for(settings.algo, settings.environment.build(worker, journal)))
+    env: gym.Env[Any, Any] = Monitor(wrap_for(settings.algo, settings.environment.build(worker, journal)))
+    return _ToldErrors(env, _error_file(Path(out), worker)) if in_worker else env
+
+
+class _ToldErrors(gym.Wrapper[Any, Any, Any, Any]):
+    """Leaves an error's text where the parent finds it; a pipe that breaks tells nothing."""
+
+    def __init__(self, env: gym.Env[Any, Any], path: Path) -> None:
+        super().__init__(env)
+        self._path = path
+
+    def reset(self, **kwargs: Any) -> Any:
+        """Reset, telling errors."""
+        return self._told(lambda: self.env.reset(**kwargs))
+
+    def step(self, action: Any) -> Any:
+        """Step, telling errors."""
+        return self._told(lambda: self.env.step(action))
+
+    def _told(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:
+            _LOG.debug("worker error", exc_info=True)
+            write_atomically(self._path, f"{type(error).__name__}: {error}".encode())
+            raise SystemExit(1) from None
+
+
+def _error_file(out: Path, worker: int) -> Path:
+    return out / f"worker-{worker}.error"
+
+
+def _worker_errors(out: Path, envs: int) -> str:
+    told = [f.read_text() for f in (_error_file(out, worker) for worker in range(envs)) if f.exists()]
+    return "; ".join(told) or "it was ended from outside, or ran out of memory"
 
 
 def _vector_env(settings: TrainSettings, out: Path) -> VecEnv:
@@ -168,10 +213,8 @@ def _end(vector: VecEnv) -> None:
         for process in vector.processes:
             process.join()
         return
-    try:
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # `train` has told that a worker is gone
         vector.close()
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # the worker is gone, which `train` has told
 
 
 class _LoggerOutput(KVWriter):
@@ -206,9 +249,14 @@ class _RunCallback(BaseCallback):
         self._rewards = [0.0] * settings.envs
         self._episode_numbers = [0] * settings.envs
         self._decisions = 0
+        self._total = settings.rounds
         self._trained = 0
         self._trained_seconds = 0.0
         self._last = time.perf_counter()
+
+    def _on_training_start(self) -> None:
+        rollout = int(getattr(self.model, "n_steps", 1)) * self._settings.envs  # off-policy algorithms have none
+        self._total = -(-self._settings.rounds // rollout) * rollout
 
     def _on_step(self) -> bool:
         now = time.perf_counter()
@@ -253,9 +301,9 @@ class _RunCallback(BaseCallback):
         if self._on_round is not None:
             left = None
             if self._trained:
-                left = (self._settings.rounds - self._decisions) * self._trained_seconds / self._trained
+                left = (self._total - self._decisions) * self._trained_seconds / self._trained
             replayed = bool(info["replayed"])
-            self._on_round(RoundEvent(self._decisions, self._settings.rounds, index, info, reward, replayed, left))
+            self._on_round(RoundEvent(self._decisions, self._total, index, info, reward, replayed, left))
 
     def _write_inner_curves(self, index: int, info: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         folder = self._out / "tensorboard" / f"round-{self._decisions:05d}"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from .messages import did_you_mean, require_number
 from .recipe import Adjustment, Recipe
 
 if TYPE_CHECKING:
@@ -60,7 +61,11 @@ class Cost:
 
         ``"train_tokens"`` weighs a generated or scored token as a third of a trained one, the ratio of 2·N to 6·N;
         ``"flops"`` and ``"device_seconds"`` are as recorded.
+
+        Raises:
+            ValueError: another unit.
         """
+        _require_unit(unit)
         if unit == "train_tokens":
             return self.trained_tokens + (self.generated_tokens + self.scored_tokens) / 3
         if unit == "flops":
@@ -78,6 +83,20 @@ class Limit:
 
     unit: str
     amount: float
+
+    def __post_init__(self) -> None:
+        """Check unit and amount.
+
+        Raises:
+            ValueError: an unknown unit, or an amount that is negative or no finite number: NaN would never be passed.
+        """
+        _require_unit(self.unit)
+        object.__setattr__(self, "amount", require_number("limit.amount", self.amount, low=0))
+
+
+def _require_unit(unit: str) -> None:
+    if unit not in UNITS:
+        raise ValueError(f"unit: nothing is counted in {unit!r}.{did_you_mean(unit, UNITS)}")
 
 
 @dataclass(frozen=True)
@@ -191,7 +210,8 @@ class RoundReport:
         evaluation_cost: cost of the scorecard; zero until evaluated.
         scorecard: validation scores of the checkpoint; None when it failed.
         failure: why it failed, or None.
-        curves: per optimiser step, name -> value: ``step``, ``loss``, ``grad_norm``, ``learning_rate`` as used, and what the algorithm adds.
+        curves: per optimiser step, name -> value: ``step``, ``loss``, ``grad_norm``, ``learning_rate`` as used, and
+            what the algorithm adds.
         flags: sentences a person should read (truncated rows, clipped completions).
         cached: whether an equal earlier round answered; its cost is then zero.
         recorded: whether recorded or modelled rounds answered instead of training.

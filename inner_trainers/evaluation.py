@@ -42,6 +42,10 @@ class Evaluator:
         """
         if not self.seeds:
             raise ValueError("evaluator.seeds: expected at least one seed.")
+        for seed in self.seeds:
+            require_integer("evaluator.seeds", seed, low=0, high=2**63 - 1)
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"evaluator.seeds: {self.seeds} repeats a seed, which would draw the same samples twice.")
         require_integer("evaluator.samples_per_seed", self.samples_per_seed, low=1, high=100_000)
         require_integer("evaluator.k", self.k, low=1, high=self.samples)
         require_number("evaluator.temperature", self.temperature, low=0, high=10, low_open=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from .base import Failure
+from .messages import first_line
 
 EXPLOSION_FACTOR = 10.0
 """A supervised loss above this many times the larger of its first value and ln(vocabulary) has exploded."""
@@ -48,13 +49,20 @@ class FaultWatch:
         return None
 
 
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed")
+"""How CUDA, torch's CPU allocator and cuBLAS say it."""
+
+
 def failure_from_exception(error: BaseException, step: int) -> Failure:
     """Return the labelled failure for an exception that a trainer raised."""
-    text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
-    if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
-        return Failure("resources", "oom", step, text)
-    if isinstance(error, RewardFault):
+    text = first_line(error)
+    if isinstance(error, RewardFault):  # before memory: the message quotes the verifier, whatever that says
         return Failure("environment", "reward_function", step, str(error)[:300])
+    if isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in _OUT_OF_MEMORY):
+        return Failure("resources", "oom", step, text)
+    if isinstance(error, RuntimeError) and "probability tensor contains" in str(error):
+        # `torch.multinomial` met non-finite logits: the policy's weights are ruined, which its loss did not show
+        return Failure("hyperparameter", "diverged", step, f"sampling failed, the logits are not finite ({text})")
     return Failure("environment", "trainer_raised", step, text)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import operator
 from collections.abc import Iterable
 
 
@@ -41,7 +42,10 @@ def require_number(
         if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
             return require_number(name, value.item(), low=low, high=high, low_open=low_open)
         raise ValueError(f"{name}: expected {wanted}, got {value!r} ({type(value).__name__}).")
-    number = float(value)
+    try:
+        number = float(value) + 0.0  # -0.0 becomes 0.0: equal settings must have equal hashes
+    except OverflowError:  # an int beyond the largest float
+        number = math.inf
     if not math.isfinite(number) or number < low or number > high or (low_open and number == low):
         raise ValueError(f"{name}: expected {wanted}, got {value!r}.")
     return number
@@ -49,9 +53,24 @@ def require_number(
 
 def require_integer(name: str, value: object, *, low: int, high: int) -> int:
     """Return ``value`` as an int, or raise ``ValueError`` naming the setting and its range."""
-    if isinstance(value, bool) or not (isinstance(value, int) or hasattr(value, "__index__")):
+    try:
+        # `operator.index` where `int` would cut: arrays and tensors have `__index__` whatever they hold
+        number = None if isinstance(value, bool) or _holds_truth(value) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None:
         raise ValueError(f"{name}: expected an integer in [{low}, {high}], got {value!r} ({type(value).__name__}).")
-    number = int(value)
     if not low <= number <= high:
         raise ValueError(f"{name}: expected an integer in [{low}, {high}], got {number}.")
     return number
+
+
+def _holds_truth(value: object) -> bool:
+    """Whether an array or tensor holds a boolean, which `operator.index` takes for 0 or 1."""
+    return str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+
+
+def first_line(error: BaseException, limit: int = 300) -> str:
+    """Return ``"Type: message"``, the first line only; an exception without a message gives its type alone."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}"[:limit] if text else type(error).__name__

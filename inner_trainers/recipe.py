@@ -26,7 +26,7 @@ class Recipe:
         mix: share of each source in the training rows, ``name -> weight``; weights are ≥ 0 and sum to 1.
         start: which checkpoint the round starts from: ``"base"``, ``"best"`` or ``"latest"``.
         steps: optimiser steps, in [1, 100000].
-        batch_size: sequences per device and forward pass, in [1, 65536]. For on-policy algorithms these are completions.
+        batch_size: sequences per device and forward pass, in [1, 65536]; completions for on-policy algorithms.
         gradient_accumulation: forward passes per optimiser step, in [1, 1024].
         learning_rate: peak learning rate, in (0, 1e6].
         schedule: learning-rate schedule over the round: ``"constant"``, ``"linear"`` or ``"cosine"`` (to zero).
@@ -161,11 +161,12 @@ class Adjustment:
         Raises:
             ValueError: unknown kind (with what cannot change mid-round said plainly), or a factor outside (0, 1000].
         """
-        if self.kind not in ADJUSTMENTS:
+        if not isinstance(self.kind, str) or self.kind not in ADJUSTMENTS:
             raise ValueError(
                 f"adjustment: {self.kind!r} cannot be applied to a running round.{did_you_mean(self.kind, ADJUSTMENTS)}"
             )
-        require_number("adjustment.value", self.value, low=0, high=1000, low_open=True)
+        number = require_number("adjustment.value", self.value, low=0, high=1000, low_open=True)
+        object.__setattr__(self, "value", number)  # a plain float, so that `to_dict` is JSON
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""

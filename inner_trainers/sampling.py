@@ -66,10 +66,13 @@ def sample_completions(
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device=device).manual_seed(seed)
-    ends = torch.tensor(end_token_ids(model, tokenizer), device=device)
+    ends = torch.tensor(end_token_ids(model, tokenizer), dtype=torch.long, device=device)
     prompt_ids: list[list[int]] = tokenizer(text=list(prompts))["input_ids"]
     if tokenizer.eos_token_id is not None:  # some tokenizers end every text; a prompt must stay open
         prompt_ids = [ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids for ids in prompt_ids]
+    for text, ids in zip(prompts, prompt_ids, strict=True):
+        if not ids:
+            raise ValueError(f"sampling: prompt {text!r} has no tokens, so there is nothing to continue.")
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompt_ids[i]))
     texts: list[list[str]] = [[] for _ in prompts]
     generated = empty = clipped = 0
@@ -84,7 +87,7 @@ def sample_completions(
             temperature,
             generator,
             ends,
-            pad=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else int(ends[0]),
+            pad=tokenizer.pad_token_id or 0,  # hidden by the attention mask, so any id does
         )  # (prompts * samples, new tokens)
         is_end = torch.isin(tokens, ends)
         ended = is_end.any(dim=1)
@@ -129,7 +132,7 @@ def _sample_batch(
     position = positions[:, -1:].repeat_interleave(samples, dim=0)
 
     total = len(prompt_ids) * samples
-    tokens = torch.full((total, max_new_tokens), int(ends[0]), dtype=torch.long, device=device)
+    tokens = torch.full((total, max_new_tokens), pad, dtype=torch.long, device=device)
     alive = torch.arange(total, device=device)  # rows still being sampled
     for column in range(max_new_tokens):
         probabilities = torch.softmax(logits.float() / temperature, dim=-1)

@@ -6,6 +6,7 @@ Nothing here trains a useful model. `ScriptedTrainer` is no training at all and 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -129,22 +130,34 @@ class ScriptedFamily(TaskFamily):
 
 
 class ScriptedTask(InnerTask):
-    """A task whose rows and items exist but are never trained on."""
+    """A task whose rows and items exist but are never trained on.
+
+    Args:
+        seed: decides the base scores.
+        answer: completion of every row; None for the seed.
+        kinds: row kinds of source ``right``; ``left`` has them all.
+    """
 
     name = "scripted"
 
-    def __init__(self, seed: int = 0) -> None:
-        self.seed = seed
+    def __init__(
+        self, seed: int = 0, answer: str | None = None, kinds: Sequence[str] = ("demonstrations", "prompts")
+    ) -> None:
+        self.seed, self._kinds = seed, tuple(kinds)
+        self._answer = str(seed) if answer is None else answer
 
     def base_checkpoint(self) -> Path:
         """Return a folder that is never opened."""
         return Path("scripted")
 
     def sources(self) -> list[Source]:
-        """Return two sources with three rows each."""
-        rows = [{"prompt": f"p{i}", "completion": str(self.seed)} for i in range(3)]
-        asks = [{"prompt": f"p{i}"} for i in range(3)]
-        return [Source(n, {"demonstrations": rows, "prompts": asks}, lambda row, text: 0.0) for n in ("left", "right")]
+        """Return ``left`` and ``right`` with three rows of each kind."""
+        rows: dict[str, list[dict[str, str]]] = {
+            "demonstrations": [{"prompt": f"p{i}", "completion": self._answer} for i in range(3)],
+            "prompts": [{"prompt": f"p{i}"} for i in range(3)],
+        }
+        kinds = {"left": tuple(rows), "right": self._kinds}
+        return [Source(name, {kind: rows[kind] for kind in kinds[name]}, lambda row, text: 0.0) for name in kinds]
 
     def benchmark(self) -> Benchmark:
         """Return one item per split and dimension."""
@@ -170,13 +183,19 @@ class ScriptedTrainer:
     Args:
         faults: round number -> exception or per-step losses.
         parameters_count: what `parameters` answers.
+        step_seconds: how long each optimiser step sleeps, for tests that interrupt a round.
+
+    Attributes:
+        launched: rounds begun so far.
     """
 
     recorded = False
 
-    def __init__(self, faults: Mapping[int, Any] | None = None, parameters_count: int = 1000) -> None:
+    def __init__(
+        self, faults: Mapping[int, Any] | None = None, parameters_count: int = 1000, step_seconds: float = 0.0
+    ) -> None:
         self.faults = dict(faults or {})
-        self.parameters_count = parameters_count
+        self.parameters_count, self.step_seconds = parameters_count, step_seconds
         self.launched = 0
 
     @property
@@ -185,12 +204,13 @@ class ScriptedTrainer:
         return ("grpo", "sft")
 
     def available(self, task: InnerTask) -> tuple[bool, ...]:
-        """Return True for both."""
-        return (True, True)
+        """Return for each algorithm whether some source has its rows."""
+        return tuple(bool(self.usable_sources(task, name)) for name in self.algorithms)
 
     def usable_sources(self, task: InnerTask, algorithm: str) -> tuple[str, ...]:
-        """Return every source."""
-        return tuple(task.built.sources)
+        """Return the sources with ``prompts`` for GRPO, with ``demonstrations`` for SFT."""
+        kind = "prompts" if algorithm == "grpo" else "demonstrations"
+        return tuple(name for name, source in task.built.sources.items() if kind in source.rows)
 
     def base(self, task: InnerTask) -> Checkpoint:
         """Return the two starting scores, which the task's seed decides."""
@@ -253,12 +273,15 @@ class ScriptedSession:
         fault: Any,
     ) -> None:
         self._trainer, self._task, self._recipe, self._start, self._seed = trainer, task, recipe, start, seed
-        self._limit, self._fault = limit, fault
+        self._fault = fault
         self._curves: list[dict[str, float]] = []
         self._ended: str | None = None
         self._failure: Failure | None = None
         self._factor = 1.0
         self._bound = trainer.step_cost_bound(task, recipe)
+        self._steps_paid = math.inf
+        if limit is not None and self._bound.in_unit(limit.unit) > 0:
+            self._steps_paid = limit.amount // self._bound.in_unit(limit.unit)
         self._check_limit()
 
     @property
@@ -282,6 +305,8 @@ class ScriptedSession:
             if isinstance(self._fault, BaseException):
                 self._failure, self._ended = failure_from_exception(self._fault, self.step + 1), "failed"
                 break
+            if self._trainer.step_seconds > 0:
+                time.sleep(self._trainer.step_seconds)
             scripted = self._fault or []
             loss = float(scripted[self.step]) if self.step < len(scripted) else 1.0 / (self.step + 1)
             self._curves.append(
@@ -302,10 +327,7 @@ class ScriptedSession:
         return self._curves[-1] if self._curves else {}
 
     def _check_limit(self) -> None:
-        if self._limit is None:
-            return
-        spent = self._bound.times(self.step + 1).in_unit(self._limit.unit)
-        if spent > self._limit.amount:
+        if self.step + 1 > self._steps_paid:
             self._ended = "budget"
 
     def apply(self, adjustment: Adjustment) -> None:

@@ -25,6 +25,7 @@ class View:
 
     Attributes:
         rounds: rounds done in this episode.
+        last_recipe: ``DecisionSpace.to_vector`` of the last round's recipe; zeros before the first.
         last_algorithm: algorithm of the last round; None before the first.
         last_gain: score of the last round's checkpoint minus the best before it, in [-1, 1].
         last_failed: whether the last round failed.
@@ -32,6 +33,7 @@ class View:
     """
 
     rounds: int
+    last_recipe: np.ndarray
     last_algorithm: str | None
     last_gain: float
     last_failed: bool
@@ -51,7 +53,7 @@ class RecipePolicy(ABC):
         if not isinstance(base, PostTrainingEnv):
             raise ValueError(f"policy: expected a PostTrain environment, got {type(base).__name__}.")
         self.space: DecisionSpace = base.space
-        self._layout, self._max_rounds = base.layout, base.budget.max_rounds
+        self._max_rounds = base.budget.max_rounds
         self._encode: Callable[[Recipe | None], Any] = env.get_wrapper_attr("encode_recipe")
         self.rng = np.random.default_rng(seed)
 
@@ -90,12 +92,13 @@ class RecipePolicy(ABC):
         algorithms = self.space.algorithms
         last = observation["last"]
         one_hot = last[: len(algorithms)]
-        width = self._layout.recipe_width
+        width = self.space.width
         legal = algorithms
         if mask is not None:
             legal = tuple(name for name, on in zip(algorithms, mask[1 : 1 + len(algorithms)], strict=True) if on)
         return View(
             rounds=round((1.0 - float(observation["budget"][1])) * self._max_rounds),
+            last_recipe=last[:width],
             last_algorithm=algorithms[int(np.argmax(one_hot))] if one_hot.any() else None,
             last_gain=float(last[width]),
             last_failed=bool(last[width + 3] > 0.5),
@@ -150,8 +153,17 @@ class ShortlistPolicy(RecipePolicy):
 
     def choose(self, view: View) -> Recipe | None:
         """Return the next recipe of the list that is legal."""
-        legal = [recipe for recipe in self.recipes[view.rounds :] if recipe.algorithm in view.legal]
-        return legal[0] if legal else None
+        upcoming = self.recipes[self._next(view) :]
+        return next((recipe for recipe in upcoming if recipe.algorithm in view.legal), None)
+
+    def _next(self, view: View) -> int:
+        """Return the position after the last round's recipe; illegal ones before it were passed over, not played."""
+        if view.rounds == 0:
+            return 0
+        for position in range(view.rounds - 1, len(self.recipes)):
+            if np.allclose(self.space.to_vector(self.recipes[position]), view.last_recipe, atol=1e-6):
+                return position + 1
+        return view.rounds
 
 
 class GreedySftThenGrpoPolicy(RecipePolicy):
@@ -159,15 +171,15 @@ class GreedySftThenGrpoPolicy(RecipePolicy):
 
     def choose(self, view: View) -> Recipe | None:
         """Return SFT first, GRPO after SFT stopped gaining, None after GRPO stopped gaining."""
-        order = [name for name in ("sft", "grpo") if name in view.legal]
-        if not order:
-            return None
         gained = view.last_gain > 0 and not view.last_failed
         if view.last_algorithm is None:
-            return self.space.recipe(order[0])
-        if view.last_algorithm == "sft":
-            return self.space.recipe("sft" if gained and "sft" in order else order[-1])
-        return self.space.recipe("grpo") if gained and "grpo" in order else None
+            candidates = ["sft", "grpo"]
+        elif view.last_algorithm == "sft":
+            candidates = ["sft", "grpo"] if gained else ["grpo"]
+        else:
+            candidates = ["grpo"] if gained else []
+        chosen = next((name for name in candidates if name in view.legal), None)
+        return None if chosen is None else self.space.recipe(chosen)
 
 
 def default_recipe(space: DecisionSpace) -> Recipe:

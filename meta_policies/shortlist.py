@@ -15,6 +15,8 @@ from ..inner_trainers.recipe import Recipe
 def measured_shortlists() -> tuple[dict[str, Any], ...]:
     """Return the packaged lists: each has ``sources`` and ``recipes``, best first, and says where it was measured."""
     folder = resources.files(__package__) / "shortlists"
+    if not folder.is_dir():
+        return ()
     files = sorted((f for f in folder.iterdir() if f.name.endswith(".json")), key=lambda f: f.name)
     return tuple(json.loads(file.read_text()) for file in files)
 

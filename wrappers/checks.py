@@ -26,11 +26,14 @@ def require_finite_box(action: Any, shape: tuple[int, ...]) -> np.ndarray:
     """Return the action as float64.
 
     Raises:
-        ValueError: the wrong shape, or values that are not finite or outside [-1, 1].
+        ValueError: no numbers, the wrong shape, or values that are not finite or outside [-1, 1].
     """
-    values = np.asarray(action, dtype=np.float64)
+    try:
+        values = np.asarray(action, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"action: expected {shape[0]} numbers, got {action!r}.") from None
     if values.shape != shape:
         raise ValueError(f"action: expected shape {shape}, got {values.shape}.")
-    if not np.isfinite(values).all() or (np.abs(values) > 1.0 + 1e-6).any():
+    if not (np.abs(values) <= 1.0 + 1e-6).all():  # NaN is not
         raise ValueError(f"action: expected finite values in [-1, 1], got {values.tolist()}.")
     return np.clip(values, -1.0, 1.0)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
 
+from ..inner_trainers.messages import require_integer
 from ..inner_trainers.recipe import STARTS, Recipe
 from .checks import base_env
 
@@ -20,6 +21,8 @@ class DiscretizeAction(
     parameter. Levels are relative weights: level ``i`` of ``mix_levels`` weighs ``i``, and all levels 0 mean equal
     shares. Bins are spread evenly over a knob's scale; a knob with choices has a bin per choice.
 
+    `reset` with a seed seeds this action space too.
+
     Args:
         env: the recipe environment, wrapped or not.
         bins: bins of each continuous knob, in [2, 1000].
@@ -27,8 +30,6 @@ class DiscretizeAction(
     """
 
     def __init__(self, env: gym.Env[dict[str, np.ndarray], dict[str, Any]], bins: int = 5, mix_levels: int = 3) -> None:
-        from ..inner_trainers.messages import require_integer
-
         require_integer("bins", bins, low=2, high=1000)
         require_integer("mix_levels", mix_levels, low=2, high=100)
         gym.utils.RecordConstructorArgs.__init__(self, bins=bins, mix_levels=mix_levels)
@@ -37,7 +38,16 @@ class DiscretizeAction(
         self._levels = mix_levels
         self._bins = [len(p.choices) if p.choices else bins for p in self._space.parameters.values()]
         heads = [1 + len(self._space.algorithms), len(STARTS), *[mix_levels] * len(self._space.sources), *self._bins]
-        self.action_space = gym.spaces.MultiDiscrete(heads)
+        self._heads = np.array(heads, np.int64)
+        self.action_space = gym.spaces.MultiDiscrete(self._heads)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Start a search; see `PostTrainingEnv.reset`."""
+        if seed is not None:
+            self.action_space.seed(seed)
+        return super().reset(seed=seed, options=options)
 
     def action(self, action: np.ndarray) -> dict[str, Any]:
         """Return the recipe action.
@@ -45,12 +55,14 @@ class DiscretizeAction(
         Raises:
             ValueError: the wrong shape, a number that is no integer, or a choice outside its head.
         """
-        values = np.asarray(action)
-        heads = self.action_space.nvec
-        if values.shape != heads.shape or values.dtype.kind not in "iu":
-            raise ValueError(f"action: expected {len(heads)} integers, got shape {values.shape}, {values.dtype}.")
-        if (values < 0).any() or (values >= heads).any():
-            raise ValueError(f"action: expected choices below {heads.tolist()}, got {values.tolist()}.")
+        try:
+            values = np.asarray(action)
+        except ValueError:  # rows of unequal length
+            raise ValueError(f"action: expected {len(self._heads)} integers, got {action!r}.") from None
+        if values.shape != self._heads.shape or values.dtype.kind not in "iu":
+            raise ValueError(f"action: expected {len(self._heads)} integers, got shape {values.shape}, {values.dtype}.")
+        if (values < 0).any() or (values >= self._heads).any():
+            raise ValueError(f"action: expected choices below {self._heads.tolist()}, got {values.tolist()}.")
         sources = len(self._space.sources)
         levels = values[2 : 2 + sources].astype(np.float64)
         mix, parameters = self._coordinates(int(values[0]), levels, values[2 + sources :])
@@ -60,7 +72,7 @@ class DiscretizeAction(
         usable = np.ones(len(levels), bool)
         if choice > 0:
             names = self._space.usable[self._space.algorithms[choice - 1]]
-            usable = np.array([name in names for name in self._space.sources])
+            usable = np.array([name in names for name in self._space.sources]) | (not names)
         levels = np.where(usable, levels, 0.0)
         if levels.sum() == 0:
             levels = usable.astype(np.float64)
@@ -74,12 +86,10 @@ class DiscretizeAction(
 
     def action_masks(self) -> np.ndarray:
         """Return ``(sum of heads,)`` bool in sb3-contrib's order; levels and bins are always legal."""
-        base = base_env(self.env).action_masks()
-        free = np.ones(int(self.action_space.nvec[2:].sum()), bool)
-        return np.concatenate([base, free])
+        return np.concatenate([base_env(self.env).action_masks(), np.full(int(self._heads[2:].sum()), True)])
 
     def encode_recipe(self, recipe: Recipe | None) -> np.ndarray:
-        """Return the nearest action of a recipe (None is ``stop``): mix and continuous knobs are rounded to the grid."""
+        """Return the nearest action of a recipe (None is ``stop``): mix and continuous knobs go to the grid."""
         action = base_env(self.env).encode_recipe(recipe)
         weights = (action["mix"] + 1.0) / 2.0
         top = max(float(weights.max()), 1e-9)
@@ -88,4 +98,4 @@ class DiscretizeAction(
             min(int((c + 1) / 2 * n), n - 1) if p.choices else round(float(c + 1) / 2 * (n - 1))
             for c, n, p in zip(action["parameters"], self._bins, self._space.parameters.values(), strict=True)
         ]
-        return cast(np.ndarray, np.array([action["algorithm"], action["start"], *levels, *bins], np.int64))
+        return np.array([action["algorithm"], action["start"], *levels, *bins], np.int64)

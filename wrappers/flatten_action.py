@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
 
 from ..envs.decision_space import STOP
+from ..inner_trainers.messages import require_number
 from ..inner_trainers.recipe import STARTS, Recipe
 from .checks import base_env, require_finite_box
 
@@ -19,9 +20,11 @@ class FlattenAction(
 
     The coordinates are, in order: one preference per algorithm choice (``stop`` first), one per start, one per source
     of the mix, one per parameter (log-scaled where the space says so). The largest preference among the *legal*
-    choices wins, so no action of this space is ever illegal. ``stop`` wins only against preferences that are all
-    below ``-stop_reluctance`` of its own: with reluctance 0 an untrained policy would end a third of its episodes
-    at each step.
+    choices wins, so no action of this space is ever illegal. ``stop`` wins only when its preference exceeds that of
+    every other legal choice by ``stop_reluctance`` or more: with reluctance 0 an untrained policy would end a third of
+    its episodes at each step.
+
+    `reset` with a seed seeds this action space too.
 
     Args:
         env: the recipe environment, wrapped or not.
@@ -29,8 +32,6 @@ class FlattenAction(
     """
 
     def __init__(self, env: gym.Env[dict[str, np.ndarray], dict[str, Any]], stop_reluctance: float = 1.0) -> None:
-        from ..inner_trainers.messages import require_number
-
         self._reluctance = require_number("stop_reluctance", stop_reluctance, low=0, high=2)
         gym.utils.RecordConstructorArgs.__init__(self, stop_reluctance=stop_reluctance)
         gym.ActionWrapper.__init__(self, env)
@@ -43,13 +44,21 @@ class FlattenAction(
         )
         self.action_space = gym.spaces.Box(-1.0, 1.0, (sum(self._sizes),), np.float32)
 
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Start a search; see `PostTrainingEnv.reset`."""
+        if seed is not None:
+            self.action_space.seed(seed)
+        return super().reset(seed=seed, options=options)
+
     def action(self, action: np.ndarray) -> dict[str, Any]:
         """Return the recipe action.
 
         Raises:
             ValueError: the wrong shape, or values that are not finite or outside [-1, 1].
         """
-        values = require_finite_box(action, self.action_space.shape)
+        values = require_finite_box(action, (sum(self._sizes),))
         algorithms, starts, mix, parameters = np.split(values, np.cumsum(self._sizes)[:-1])
         legal = base_env(self.env).action_masks()[: self._sizes[0]]
         preferences = algorithms.copy()
@@ -71,4 +80,4 @@ class FlattenAction(
         offset = self._sizes[0] + self._sizes[1]
         flat[offset : offset + self._sizes[2]] = action["mix"]
         flat[offset + self._sizes[2] :] = action["parameters"]
-        return cast(np.ndarray, flat)
+        return flat

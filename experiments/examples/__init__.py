@@ -1,0 +1,1 @@
+"""Examples of inner tasks a person writes, run by the tests."""

@@ -29,11 +29,14 @@ def resolve_task(task: str | InnerTask | TaskFamily | type[Any]) -> TaskFamily:
                 "A task of your own is given as 'module:Class'."
             )
         module_name, _, attribute = target.partition(":")
+        if not module_name or module_name.startswith("."):
+            raise ValueError(f"task {given!r}: expected 'module:Class'.")
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             raise ValueError(
-                f"task {given!r}: module {error.name!r} cannot be imported; run from its folder or put it on PYTHONPATH."
+                f"task {given!r}: module {error.name!r} cannot be imported; "
+                "run from its folder or put it on PYTHONPATH."
             ) from error
         if not hasattr(module, attribute):
             raise ValueError(
@@ -42,7 +45,13 @@ def resolve_task(task: str | InnerTask | TaskFamily | type[Any]) -> TaskFamily:
             )
         given = getattr(module, attribute)
     if isinstance(given, type):
-        given = given()
+        try:
+            given = given()
+        except TypeError as error:
+            raise ValueError(
+                f"task {task!r}: {given.__name__}() cannot be built without arguments ({error}); "
+                "pass an object instead."
+            ) from error
     if isinstance(given, TaskFamily):
         return given
     if isinstance(given, InnerTask):

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..messages import did_you_mean, require_number
+from ..messages import did_you_mean, require_integer, require_number
 
 if TYPE_CHECKING:
     from ..base import InnerTrainer
@@ -38,7 +38,8 @@ class Source:
     Attributes:
         name: what recipes call it in their mix.
         rows: kind (a key of `ROW_COLUMNS`) -> rows.
-        verifier: ``verifier(row, completion) -> reward`` for ``prompts`` rows; the completion is text without its end token.
+        verifier: ``verifier(row, completion) -> reward`` for ``prompts`` rows; the completion is text without its end
+            token.
     """
 
     name: str
@@ -49,7 +50,8 @@ class Source:
         """Check kinds and columns.
 
         Raises:
-            ValueError: an unknown kind, an empty kind, a row without its columns (numbered from 1), or prompts without a verifier.
+            ValueError: an unknown kind, an empty kind, a row without its columns (numbered from 1), or prompts without
+                a verifier.
         """
         for kind, rows in self.rows.items():
             if kind not in ROW_COLUMNS:
@@ -57,6 +59,10 @@ class Source:
             if len(rows) == 0:
                 raise ValueError(f"source {self.name!r}: no {kind} rows; leave the kind out instead.")
             for number, row in enumerate(rows, start=1):
+                if not isinstance(row, Mapping):
+                    raise ValueError(
+                        f"source {self.name!r}, {kind} row {number}: expected columns with values, got {row!r}."
+                    )
                 for column in ROW_COLUMNS[kind]:
                     if not isinstance(row.get(column), str):
                         raise ValueError(
@@ -111,8 +117,10 @@ class Benchmark:
         """Check weights, dimensions and split isolation.
 
         Raises:
-            ValueError: weights that do not sum to 1, a dimension without items, or an item in both splits.
+            ValueError: weights that do not sum to 1, a dimension without items, an item in both splits, or
+                ``max_new_tokens`` below 1.
         """
+        require_integer("benchmark.max_new_tokens", self.max_new_tokens, low=1, high=1_048_576)
         for name, weight in self.weights.items():
             require_number(f"benchmark.weights.{name}", weight, low=0, high=1, low_open=True)
         if abs(math.fsum(self.weights.values()) - 1) > 1e-6:
@@ -121,7 +129,8 @@ class Benchmark:
             found = {item.dimension for item in self.items(split)}
             if found != set(self.weights):
                 raise ValueError(
-                    f"benchmark: the {split} split has items for {sorted(found)}, the weights name {sorted(self.weights)}."
+                    f"benchmark: the {split} split has items for {sorted(found)}, "
+                    f"the weights name {sorted(self.weights)}."
                 )
         shared = {item.prompt for item in self.validation} & {item.prompt for item in self.test}
         if shared:
@@ -192,12 +201,14 @@ class BuiltTask:
         benchmark: the benchmark.
         leaked: source name -> number of rows removed because their prompt is a benchmark prompt.
         content_hash: 16 hex digits over base weights, every row and every item; an edited row changes it.
+        checkpoint_hash: 16 hex digits over the files of the base checkpoint alone.
     """
 
     sources: Mapping[str, Source]
     benchmark: Benchmark
     leaked: Mapping[str, int]
     content_hash: str
+    checkpoint_hash: str
 
     @classmethod
     def build(cls, task: InnerTask) -> BuiltTask:
@@ -210,38 +221,51 @@ class BuiltTask:
         for source in sorted(task.sources(), key=lambda s: s.name):
             if source.name in sources:
                 raise ValueError(f"task {task.name!r}: two sources are called {source.name!r}.")
-            clean = {kind: [row for row in rows if not _leaks(row, held_out)] for kind, rows in source.rows.items()}
+            clean = {
+                kind: [row for row in rows if not _leaks(kind, row, held_out)] for kind, rows in source.rows.items()
+            }
             removed = sum(len(source.rows[kind]) - len(rows) for kind, rows in clean.items())
             if removed:
                 leaked[source.name] = removed
                 source = Source(source.name, {k: r for k, r in clean.items() if r}, source.verifier)
             sources[source.name] = source
-            digest.update(
-                json.dumps(
-                    [source.name, {k: list(map(dict, r)) for k, r in source.rows.items()}], sort_keys=True, default=str
-                ).encode()
-            )
+            digest.update(_canonical([source.name, {k: list(map(dict, r)) for k, r in source.rows.items()}]))
         if not sources:
             raise ValueError(f"task {task.name!r}: it has no sources.")
         for split in SPLITS:
             for item in benchmark.items(split):
-                digest.update(
-                    json.dumps(
-                        [split, item.prompt, item.dimension, dict(item.data)], sort_keys=True, default=str
-                    ).encode()
-                )
-        digest.update(json.dumps([dict(benchmark.weights), benchmark.max_new_tokens], sort_keys=True).encode())
-        folder = task.base_checkpoint()
-        for file in sorted(Path(folder).iterdir()) if Path(folder).is_dir() else []:
-            digest.update(file.name.encode())
-            digest.update(hashlib.sha256(file.read_bytes()).digest())
-        return cls(sources, benchmark, leaked, digest.hexdigest()[:16])
+                digest.update(_canonical([split, item.prompt, item.dimension, dict(item.data)]))
+        digest.update(_canonical([dict(benchmark.weights), benchmark.max_new_tokens]))
+        checkpoint = _digests_of_files(Path(task.base_checkpoint()))
+        digest.update(checkpoint)
+        return cls(sources, benchmark, leaked, digest.hexdigest()[:16], hashlib.sha256(checkpoint).hexdigest()[:16])
 
 
-def _leaks(row: Row, held_out: set[str]) -> bool:
-    if "prompt" in row:
-        return row["prompt"] in held_out
-    return any(prompt in row["text"] for prompt in held_out) if "text" in row else False
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, default=_plain).encode()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))  # their own order differs between processes
+    if f" at {hex(id(value))}" in str(value):
+        raise ValueError(
+            f"task data: a {type(value).__name__} cannot be hashed, because it shows as a memory address; "
+            "keep plain values in rows and items, or give its class a __repr__."
+        )
+    return str(value)
+
+
+def _digests_of_files(folder: Path) -> bytes:
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    # downloads keep folders of their own beside the weights
+    return b"".join(f.name.encode() + hashlib.sha256(f.read_bytes()).digest() for f in files if f.is_file())
+
+
+def _leaks(kind: str, row: Row, held_out: set[str]) -> bool:
+    if kind == "text":
+        return any(prompt in row["text"] for prompt in held_out)
+    return row["prompt"] in held_out
 
 
 class TaskFamily(ABC):

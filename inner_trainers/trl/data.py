@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,15 +21,18 @@ class TokenisedRows:
         input_ids: token ids per row, prompt then completion then end token.
         labels: the same ids, -100 where no loss is taken (the prompt).
         longest: length of the longest row, in tokens.
-        unsupervised: rows (numbered from 1) that kept no completion token.
-        smallest_max_length: the smallest ``max_length`` at which some row keeps a completion token.
+        trainable: indices of the rows that kept a completion token, in order.
+        unsupervised: the other rows, numbered from 1.
+        smallest_max_length: the smallest ``max_length`` at which some row keeps a completion token; None when every
+            completion is empty.
     """
 
     input_ids: list[list[int]]
     labels: list[list[int]]
     longest: int
+    trainable: tuple[int, ...]
     unsupervised: tuple[int, ...]
-    smallest_max_length: int
+    smallest_max_length: int | None
 
 
 def tokenise_demonstrations(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], max_length: int) -> TokenisedRows:
@@ -40,22 +44,22 @@ def tokenise_demonstrations(tokenizer: PreTrainedTokenizerBase, rows: Sequence[R
     ]
     prompts: list[list[int]] = tokenizer(text=[row["prompt"] for row in rows])["input_ids"]
     wholes: list[list[int]] = tokenizer(text=texts)["input_ids"]
-    input_ids, labels, unsupervised = [], [], []
-    prefixes = []
-    for number, (prompt, whole) in enumerate(zip(prompts, wholes, strict=True), start=1):
+    input_ids, labels = [], []
+    needed: list[int | None] = []  # per row, the smallest max_length that keeps a completion token
+    for prompt, whole in zip(prompts, wholes, strict=True):
         prefix = _common_prefix_length(prompt, whole)
-        prefixes.append(prefix)
-        kept = whole[:max_length]
-        input_ids.append(kept)
+        input_ids.append(whole[:max_length])
         labels.append(([-100] * prefix + whole[prefix:])[:max_length])
-        if len(kept) <= prefix:
-            unsupervised.append(number)
+        unlearnt = max(prefix, 1)  # no token predicts the first one
+        needed.append(unlearnt + 1 if len(whole) > unlearnt else None)
+    trainable = tuple(i for i, length in enumerate(needed) if length is not None and length <= max_length)
     return TokenisedRows(
         input_ids=input_ids,
         labels=labels,
         longest=max(map(len, input_ids)),
-        unsupervised=tuple(unsupervised),
-        smallest_max_length=min(prefixes) + 1,
+        trainable=trainable,
+        unsupervised=tuple(i for i, length in enumerate(needed, 1) if length is None or length > max_length),
+        smallest_max_length=min((length for length in needed if length is not None), default=None),
     )
 
 
@@ -73,14 +77,15 @@ def draw_mix(sizes: Mapping[str, int], mix: Mapping[str, float], count: int, see
     time it is used up, so no row comes a second time before every other row came once.
 
     Args:
-        sizes: source -> number of rows; every source with weight > 0 must be there.
+        sizes: source -> number of rows, at least 1; every source with weight > 0 must be there.
         mix: source -> weight, summing to 1.
         count: rows to draw.
         seed: seed of the draw.
     """
     rng = np.random.default_rng(seed)
     names = [name for name in sorted(mix) if mix[name] > 0]
-    exact = {name: mix[name] * count for name in names}
+    total = math.fsum(mix[name] for name in names)  # 1 within a tolerance that a large count would show
+    exact = {name: mix[name] / total * count for name in names}
     counts = {name: int(exact[name]) for name in names}
     by_remainder = sorted(names, key=lambda name: (counts[name] - exact[name], name))
     for name in by_remainder[: count - sum(counts.values())]:

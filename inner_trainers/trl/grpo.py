@@ -12,7 +12,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from ..faults import RewardFault
 from .context import RoundContext
-from .models import training_arguments
+from .models import hold_to_device, training_arguments
 from .session import Meter, MeteredTrainer
 
 
@@ -49,12 +49,15 @@ def build_trainer(context: RoundContext) -> tuple[GRPOTrainer, Meter]:
     trainer = MeteredGRPOTrainer(
         model=context.model,
         reward_funcs=[_reward_function(context, names)],
-        args=GRPOConfig(
-            **training_arguments(recipe, context.seed, context.precision, context.device),
-            num_generations=recipe.num_generations,
-            max_completion_length=context.task.built.benchmark.max_new_tokens,
-            temperature=recipe.temperature,
-            beta=recipe.kl_coef if recipe.lora_rank else 0.0,
+        args=hold_to_device(
+            GRPOConfig(
+                **training_arguments(recipe, context.seed, context.precision, context.device),
+                num_generations=recipe.num_generations,
+                max_completion_length=context.task.built.benchmark.max_new_tokens,
+                temperature=recipe.temperature,
+                beta=recipe.kl_coef if recipe.lora_rank else 0.0,
+            ),
+            context.device,
         ),
         train_dataset=datasets.Dataset.from_dict(
             {
@@ -82,13 +85,24 @@ def _reward_function(context: RoundContext, names: list[str]) -> Any:
             where = f"the verifier of source {source.name!r}, prompts row {index + 1},"
             try:
                 reward = source.verifier(row, completion)
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # answers that are run as code may call `exit`
                 raise RewardFault(f"{where} raised {type(error).__name__}: {error}") from error
-            if isinstance(reward, bool):
-                reward = float(reward)
-            if not isinstance(reward, int | float) or not math.isfinite(reward):
+            number = _finite_number(reward)
+            if number is None:
                 raise RewardFault(f"{where} returned {reward!r}; expected a finite number")
-            rewards.append(float(reward))
+            rewards.append(number)
         return rewards
 
     return verified
+
+
+def _finite_number(value: Any) -> float | None:
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # a NumPy or torch scalar
+        value = value.item()
+    if not isinstance(value, bool | int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None

@@ -7,7 +7,8 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
+
+from ..messages import first_line
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 _LOG = logging.getLogger(__name__)
@@ -65,7 +68,7 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Loaded
         )
     except Exception as error:  # the hub library raises many types for one fact: this folder cannot be loaded
         raise ValueError(
-            f"base checkpoint: {folder} cannot be loaded ({type(error).__name__}: {str(error).splitlines()[0][:200]}). "
+            f"base checkpoint: {folder} cannot be loaded ({first_line(error, 200)}). "
             "A file is missing or damaged; copy the folder again or write it anew with save_pretrained."
         ) from error
     if tokenizer.pad_token_id is None:
@@ -121,10 +124,14 @@ def resolve_device(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         resolved = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device: unknown {device!r}; expected 'auto', 'cpu', 'cuda' or 'cuda:N'.") from error
+    except (RuntimeError, TypeError):
+        resolved = None
+    if resolved is None or resolved.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: unknown {device!r}; expected 'auto', 'cpu', 'cuda' or 'cuda:N'.")
     if resolved.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: {device!r} was asked for, but no CUDA device is visible; use 'auto' or 'cpu'.")
+    if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device: {device!r} was asked for, but {torch.cuda.device_count()} CUDA devices are visible.")
     return resolved
 
 
@@ -166,7 +173,10 @@ def training_arguments(recipe: Any, seed: int, precision: str, device: torch.dev
         "per_device_train_batch_size": recipe.batch_size,
         "gradient_accumulation_steps": recipe.gradient_accumulation,
         "learning_rate": recipe.learning_rate,
-        "lr_scheduler_type": recipe.schedule,
+        # the library's "constant" schedule ignores `warmup_steps` without a word
+        "lr_scheduler_type": (
+            "constant_with_warmup" if recipe.schedule == "constant" and recipe.warmup_steps else recipe.schedule
+        ),
         "warmup_steps": recipe.warmup_steps,
         "max_grad_norm": recipe.max_grad_norm,
         "weight_decay": recipe.weight_decay,
@@ -182,3 +192,26 @@ def training_arguments(recipe: Any, seed: int, precision: str, device: torch.dev
         "save_strategy": "no",
         "dataloader_pin_memory": device.type == "cuda",
     }
+
+
+def hold_to_device(arguments: Any, device: torch.device) -> Any:
+    """Return the training arguments held to ``device``.
+
+    Left alone, the library trains on the first visible GPU, and on all of them at once when several are visible,
+    which would multiply the batch.
+    """
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+        arguments.device  # noqa: B018 - sets up what the next lines correct
+        arguments._setup_devices = device  # a cached property
+        arguments._n_gpu = 1
+        arguments.distributed_state.device = device
+    return arguments
+
+
+@contextmanager
+def trainable_tensors() -> Iterator[None]:
+    """Let the block make tensors that can be trained, whatever ``no_grad`` or ``inference_mode`` the caller is in."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield

@@ -23,8 +23,9 @@ from transformers import PrinterCallback, TrainerCallback
 
 from ..base import Checkpoint, Cost, Failure, Limit, RoundReport
 from ..faults import FaultWatch, failure_from_exception
+from ..messages import require_integer
 from ..recipe import Adjustment, Recipe
-from .models import copy_weights
+from .models import copy_weights, trainable_tensors
 
 
 @dataclass
@@ -78,14 +79,14 @@ class TrlSession:
         self._flops, self._bound, self._limit, self._watch = flops, step_bound, limit, watch
         self._torch_threads = torch_threads
         self._flags, self._rows_without_supervision = list(flags), rows_without_supervision
-        self._resume, self._parked = threading.Semaphore(0), threading.Semaphore(0)
-        self._quota, self._running, self._closing, self._stop_asked = 0, False, False, False
+        self._resume, self._parked = threading.Semaphore(0), threading.Event()
+        self._quota, self._running, self._closing, self._worker_ended = 0, False, False, False
         self._failure: Failure | None = None
         self._error: BaseException | None = None
         self._ended: str | None = None
         self._curves: list[dict[str, float]] = []
         self._rates_used: list[float] = []
-        self._slowest_step = 0.0
+        self._slowest_step = self._step_began = 0.0
         self._froze = False
         self._wall_seconds = 0.0
         self._result: tuple[RoundReport, Checkpoint | None] | None = None
@@ -94,7 +95,7 @@ class TrlSession:
         self._meter = Meter()
         self._rng = _random_state()
         began = time.perf_counter()
-        with self._worker_random_state():
+        with self._worker_random_state(), trainable_tensors():
             try:
                 self._trainer, self._meter = build()
                 self._trainer.remove_callback(PrinterCallback)
@@ -129,10 +130,9 @@ class TrlSession:
 
     def advance(self, steps: int | None = None) -> Mapping[str, float]:
         """Take up to ``steps`` optimiser steps (all that are left when None); return the last step's curve row."""
-        if steps is not None and steps < 1:
-            raise ValueError(f"advance: expected at least 1 step, got {steps}.")
+        quota = self._recipe.steps if steps is None else require_integer("steps", steps, low=1, high=2**31)
         if not self.done:
-            self._quota = self._recipe.steps if steps is None else steps
+            self._quota = quota
             self._hand_over()
         return self._curves[-1] if self._curves else {}
 
@@ -147,7 +147,6 @@ class TrlSession:
                 f"adjustment {adjustment.kind!r}: the round has ended ({self._ended}) at step {self.step}."
             )
         if adjustment.kind == "stop":
-            self._stop_asked = True
             self._ended = "stopped"
         elif adjustment.kind == "lr_scale":
             self._scale_learning_rate(adjustment.value)
@@ -157,7 +156,8 @@ class TrlSession:
         if self._result is None:
             if self._ended is None:
                 self._ended = "stopped"
-            weights = self._final_weights() if self._failure is None else None
+            with trainable_tensors():
+                weights = self._final_weights() if self._failure is None else None
             self._release()
             checkpoint = None if weights is None else Checkpoint(self._checkpoint_id, weights, self._start.depth + 1)
             self._result = (self._report(checkpoint), checkpoint)
@@ -185,12 +185,12 @@ class TrlSession:
             self._trainer.train()
         except _SessionClosedError:
             pass
-        except Exception as error:
+        except BaseException as error:  # a `SystemExit` too would otherwise end the thread without a word
             self._error = error
         finally:
             self._thaw()
-            self._quota = -1
-            self._parked.release()
+            self._worker_ended = True
+            self._parked.set()
 
     def _thaw(self) -> None:
         if self._froze:
@@ -219,31 +219,45 @@ class TrlSession:
             return True
         self._quota -= 1
         if self._quota <= 0:
-            self._parked.release()
+            self._parked.set()
             self._resume.acquire()
             self._step_began = time.perf_counter()
             if self._closing:
                 raise _SessionClosedError
-        return self._stop_asked
+        return False
 
     # The caller's side ------------------------------------------------------------------------------------------
 
     def _hand_over(self) -> None:
         began = self._step_began = time.perf_counter()
-        with self._worker_random_state():
-            self._running = True
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="posttrain-round", daemon=True)
-                self._thread.start()
-            else:
-                self._resume.release()
-            self._parked.acquire()  # a KeyboardInterrupt here leaves the worker running until `_release` waits for it
-            self._running = False
-        self._wall_seconds += time.perf_counter() - began
+        try:
+            with self._worker_random_state():
+                self._parked.clear()
+                self._running = True
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._work, name="posttrain-round", daemon=True)
+                    self._thread.start()
+                else:
+                    self._resume.release()
+                try:
+                    self._parked.wait()
+                except BaseException:  # Ctrl-C: the worker finishes its step first, so that again one thread runs
+                    self._quota = 0
+                    self._parked.wait()  # a second Ctrl-C gets through; `_release` waits then
+                    raise
+                finally:
+                    self._running = not self._parked.is_set()
+        finally:
+            self._wall_seconds += time.perf_counter() - began
+            if not self._running:
+                self._note_end()
+
+    def _note_end(self) -> None:
+        """Label the end of a worker that ended by itself."""
         if self._error is not None:
             self._fail(failure_from_exception(self._error, self.step + 1))
-            self._error = None
-        elif self._quota == -1 and self._ended is None:
+            self._error = None  # its traceback holds the model
+        elif self._worker_ended and self._ended is None:
             self._fail(
                 Failure("environment", "stopped_early", self.step, f"training ended after {self.step} steps by itself")
             )
@@ -299,13 +313,14 @@ class TrlSession:
     def _release(self) -> None:
         if self._thread is not None:
             if self._running:  # the caller was interrupted while the worker ran: wait until it parks or ends
-                self._quota = min(self._quota, 0)
-                self._parked.acquire()
+                self._quota = 0
+                with caller_random_state_kept():
+                    self._parked.wait()
                 self._running = False
             self._closing = True
             self._resume.release()
             self._thread.join()
-            self._thread = None
+            self._thread = self._error = None
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
             _take_apart(trainer)
@@ -382,11 +397,11 @@ def _curve_name(name: str) -> str:
 
 def _take_apart(trainer: Any) -> None:
     """Cut the references between a trainer's parts, so that its memory goes without waiting for the cycle collector."""
-    model = trainer.model
-    for module in model.modules():
-        module.__dict__.pop("forward", None)  # TRL's fused head is a method bound to the model: a cycle
-    for parameter in model.parameters():
-        parameter.grad = None
+    for model in (trainer.model, getattr(trainer, "ref_model", None)):
+        for module in () if model is None else model.modules():
+            module.__dict__.pop("forward", None)  # TRL's fused head is a method bound to the model: a cycle
+            for parameter in module.parameters(recurse=False):
+                parameter.grad = None
     accelerator = getattr(trainer, "accelerator", None)
     for held in ("_models", "_optimizers", "_schedulers", "_dataloaders"):  # `free_memory` would also run the collector
         if hasattr(accelerator, held):

@@ -9,7 +9,7 @@ import torch
 from trl import SFTConfig, SFTTrainer
 
 from .context import RoundContext
-from .models import training_arguments
+from .models import hold_to_device, training_arguments
 from .session import Meter, MeteredTrainer
 
 
@@ -21,7 +21,7 @@ class MeteredSFTTrainer(MeteredTrainer, SFTTrainer):  # type: ignore[misc]
         attention_mask = inputs.get("attention_mask")
         tokens = inputs["input_ids"].numel() if attention_mask is None else int(attention_mask.sum())
         self.meter.trained_tokens += tokens
-        self.meter.supervised_tokens += int((inputs["labels"] != -100).sum())
+        self.meter.supervised_tokens += int((inputs["labels"][:, 1:] != -100).sum())  # nothing predicts a first token
         return super().compute_loss(model, inputs, **kwargs)
 
 
@@ -30,10 +30,13 @@ def build_trainer(context: RoundContext) -> tuple[SFTTrainer, Meter]:
     rows = [(context.tokenised[source], index) for source, index in context.draw]
     trainer = MeteredSFTTrainer(
         model=context.model,
-        args=SFTConfig(
-            **training_arguments(context.recipe, context.seed, context.precision, context.device),
-            max_length=context.recipe.max_length,
-            dataset_kwargs={"skip_prepare_dataset": True},
+        args=hold_to_device(
+            SFTConfig(
+                **training_arguments(context.recipe, context.seed, context.precision, context.device),
+                max_length=context.recipe.max_length,
+                dataset_kwargs={"skip_prepare_dataset": True},
+            ),
+            context.device,
         ),
         train_dataset=datasets.Dataset.from_dict(
             {

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..base import Checkpoint, Cost, Limit, Scorecard, round_id
 from ..evaluation import Evaluator
 from ..faults import FaultWatch
+from ..messages import did_you_mean, require_integer
 from ..recipe import Recipe
 from .algorithms import ALGORITHMS, check_recipe
 
@@ -55,7 +56,7 @@ class TrlTrainer:
     ) -> None:
         self.evaluator = evaluator if evaluator is not None else Evaluator()
         self._device_name, self._precision_name, self._torch_threads = device, precision, torch_threads
-        self._models: dict[str, LoadedModel] = {}
+        self._models: dict[str, tuple[str, LoadedModel]] = {}  # folder -> hash of its files, model
         self._resident: _Resident | None = None
         if device != "auto" or precision != "auto":
             self._ready()  # a device or precision that is not there is refused at once
@@ -72,6 +73,8 @@ class TrlTrainer:
 
     def usable_sources(self, task: InnerTask, algorithm: str) -> tuple[str, ...]:
         """Return the names of the sources that have the rows ``algorithm`` trains on, sorted."""
+        if algorithm not in ALGORITHMS:
+            raise ValueError(f"algorithm: unknown {algorithm!r}.{did_you_mean(algorithm, ALGORITHMS)}")
         kind = ALGORITHMS[algorithm].row_kind
         return tuple(name for name, source in task.built.sources.items() if kind in source.rows)
 
@@ -121,9 +124,11 @@ class TrlTrainer:
         """Start a round, parked before its first step; see `InnerTrainer.begin`.
 
         Raises:
-            ValueError: the recipe cannot run on the task, or no row keeps a completion token at ``max_length``.
+            ValueError: the recipe cannot run on the task, a seed outside [0, 2**32), or a source of the mix of which
+                no row keeps a completion token at ``max_length``.
         """
         spec = check_recipe(task, recipe)
+        require_integer("seed", seed, low=0, high=2**32 - 1)
         resident = self._load(task)
         device, precision = self._ready()
         from .context import RoundContext
@@ -138,7 +143,12 @@ class TrlTrainer:
         rows = recipe.steps * recipe.batch_size * recipe.gradient_accumulation
         if spec.on_policy:
             rows //= recipe.num_generations
-        draw = draw_mix({n: len(s.rows[spec.row_kind]) for n, s in sources.items()}, recipe.mix, rows, seed)
+        usable = {
+            name: tokenised[name].trainable if name in tokenised else range(len(source.rows[spec.row_kind]))
+            for name, source in sources.items()
+        }
+        drawn = draw_mix({name: len(indices) for name, indices in usable.items()}, recipe.mix, rows, seed)
+        draw = [(name, usable[name][position]) for name, position in drawn]
         module = importlib.import_module(f".{spec.module}", __package__)
 
         def build() -> tuple[Any, Meter]:
@@ -212,15 +222,17 @@ class TrlTrainer:
             device, _ = self._ready()
             from .models import load_model
 
-            folder = str(task.base_checkpoint())
-            if folder not in self._models:
+            folder, content = str(task.base_checkpoint()), task.built.checkpoint_hash
+            if folder not in self._models or self._models[folder][0] != content:
                 import torch
 
+                from .models import trainable_tensors
                 from .session import caller_random_state_kept
 
-                with caller_random_state_kept():  # building a module draws its initial weights before they are loaded
-                    self._models[folder] = load_model(task.base_checkpoint(), device, torch.float32)
-            self._resident = _Resident(task, self._models[folder])
+                # building a module draws its initial weights before they are loaded
+                with caller_random_state_kept(), trainable_tensors():
+                    self._models[folder] = content, load_model(task.base_checkpoint(), device, torch.float32)
+            self._resident = _Resident(task, self._models[folder][1])
         return self._resident
 
     def _tokenise(self, resident: _Resident, source: str, max_length: int) -> Any:
@@ -237,6 +249,9 @@ class TrlTrainer:
         if key not in resident.longest_prompt:
             rows = resident.task.built.sources[source].rows[kind]
             ids = resident.model.tokenizer(text=[row["prompt"] for row in rows])["input_ids"]
+            empty = [number for number, row in enumerate(ids, start=1) if not row]
+            if empty:
+                raise ValueError(f"source {source!r}, {kind} row {empty[0]}: the prompt has no tokens to continue.")
             resident.longest_prompt[key] = max(map(len, ids))
         return resident.longest_prompt[key]
 
@@ -253,28 +268,30 @@ class TrlTrainer:
 def lora_parameters(model: Any, rank: int) -> int:
     """Return the number of adapter parameters of rank ``rank`` on every linear layer but the output head."""
     import torch
+    from transformers.pytorch_utils import Conv1D  # the linear layer of GPT-2 and its kin
 
     head = model.get_output_embeddings()
     return sum(
-        rank * (module.in_features + module.out_features)
+        rank * sum(module.weight.shape)
         for module in model.modules()
-        if isinstance(module, torch.nn.Linear) and module is not head
+        if isinstance(module, torch.nn.Linear | Conv1D) and module is not head
     )
 
 
 def _truncation_flags(tokenised: dict[str, Any], max_length: int) -> tuple[int, tuple[str, ...]]:
     lost = {name: rows.unsupervised for name, rows in tokenised.items() if rows.unsupervised}
-    total = sum(len(rows.input_ids) for rows in tokenised.values())
-    count = sum(map(len, lost.values()))
-    if tokenised and count == total:
-        needed = min(rows.smallest_max_length for rows in tokenised.values())
-        raise ValueError(
-            f"max_length: at {max_length} none of the {total} rows keeps a completion token; "
-            f"the smallest max_length that works is {needed}."
-        )
+    for name, rows in tokenised.items():
+        if not rows.trainable:
+            count, needed = len(rows.input_ids), rows.smallest_max_length
+            if needed is None:
+                raise ValueError(f"source {name!r}: all {count} completions are empty, so there is nothing to learn.")
+            raise ValueError(
+                f"max_length: at {max_length} none of the {count} rows of source {name!r} keeps a completion token; "
+                f"the smallest max_length that works is {needed}."
+            )
     flags = tuple(
         f"{len(rows)} of {len(tokenised[name].input_ids)} rows of source {name!r} keep no completion token at "
         f"max_length {max_length}: rows {', '.join(map(str, rows[:10]))}{', …' if len(rows) > 10 else ''}"
         for name, rows in lost.items()
     )
-    return count, flags
+    return sum(map(len, lost.values())), flags

@@ -1,0 +1,149 @@
+"""The command line as a person meets it: real processes, exit codes, what is printed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTED = "posttrain_gym.inner_trainers.testing:ScriptedFamily"
+SMALL = ["--task", SCRIPTED, "--budget", "60000", "--max-rounds", "4"]
+
+
+def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "posttrain_gym", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=cwd, check=False)
+
+
+def ok(*arguments: str, cwd: Path | None = None) -> str:
+    done = run(*arguments, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_help_version_and_lists() -> None:
+    shown = ok("--help")
+    for command in ("demo", "train", "evaluate", "compare", "run-recipe", "tasks", "policies", "bench"):
+        assert command in shown
+    assert ok("--version").strip() == "0.1.0"
+    assert [row["name"] for row in json.loads(ok("tasks", "--json"))] == ["letters"]
+    names = [row["name"] for row in json.loads(ok("policies", "--json"))]
+    assert {"random", "fixed", "shortlist", "greedy-sft-then-grpo", "maskable_ppo", "sac"} <= set(names)
+    drawn = json.loads(ok("tasks", "letters", "--instance", "3"))
+    assert set(drawn["sources"]) == {"instruction", "multi_turn", "reasoning", "safety", "web"}
+    assert drawn["benchmark"]["validation"] == 128
+
+
+def test_train_then_evaluate_then_compare(tmp_path: Path) -> None:
+    shown = ok("train", *SMALL, "--out", "run", "--rounds", "16", cwd=tmp_path)
+    assert "16/16" in shown
+    assert "policy: run/policy.zip" in shown
+    again = run("train", *SMALL, "--out", "run", "--rounds", "16", cwd=tmp_path)
+    assert again.returncode == 2
+    assert "add --resume" in again.stderr
+    resumed = ok("train", *SMALL, "--out", "run", "--rounds", "32", "--resume", cwd=tmp_path)
+    assert resumed.count("(from the journal)") == 16 - resumed.split("17/32")[0].count("  stop  ")
+    result = json.loads(ok("evaluate", "run/policy.zip", *SMALL, "--instances", "100-101", "--json", cwd=tmp_path))
+    assert [episode["instance"] for episode in result["episodes"]] == [100, 101]
+    shown = ok(
+        "compare",
+        "random",
+        "fixed",
+        "run/policy.zip",
+        *SMALL,
+        "--instances",
+        "100,101",
+        "--seeds",
+        "0-1",
+        "--out",
+        "cmp",
+        cwd=tmp_path,
+    )
+    assert "trained (run)" in shown
+    report = (tmp_path / "cmp" / "report.html").read_text()
+    assert "trained (run)" in report
+    for name in ("best_so_far.png", "intervals.png", "episodes.parquet", "rounds.parquet", "comparison.json"):
+        assert (tmp_path / "cmp" / name).stat().st_size > 0
+    quiet = ok(
+        "compare",
+        "random",
+        "fixed",
+        "run/policy.zip",
+        *SMALL,
+        "--instances",
+        "100,101",
+        "--seeds",
+        "0-1",
+        "--out",
+        "cmp",
+        "--json",
+        cwd=tmp_path,
+    )
+    assert json.loads(quiet) == json.loads((tmp_path / "cmp" / "comparison.json").read_text())
+
+
+def test_run_recipe_trains_for_real_and_reports_both_splits(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("algorithm: grpo\nmix: {web: 1.0}\nsteps: 5\nlearning_rate: 4e-4\nbatch_size: 32\n")
+    result = json.loads(
+        ok("run-recipe", str(recipe), "--instance", "1", "--save", str(tmp_path / "w.safetensors"), "--json")
+    )
+    assert result["ended"] == "finished"
+    assert result["steps"] == 5
+    assert result["recipe"]["learning_rate"] == 4e-4
+    assert set(result["scores"]) == {"validation", "test"}
+    assert (tmp_path / "w.safetensors").stat().st_size > 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("evaluate", "fixd"), "Did you mean 'fixed'"),
+        (("evaluate", "fixed", "--task", "leters"), "Did you mean 'letters'"),
+        (("evaluate", "fixed", "--task", "nowhere:Task"), "module 'nowhere' cannot be imported"),
+        (("evaluate", "fixed", "--budget", "0"), "budget.limit: expected a number in (0"),
+        (("evaluate", "fixed", "--budget", "nan"), "budget.limit: expected a number in (0"),
+        (("evaluate", "fixed", "--unit", "tokens"), "Did you mean 'train_tokens'"),
+        (("evaluate", "fixed", "--max-rounds", "0"), "budget.max_rounds: expected an integer in [1"),
+        (("evaluate", "fixed", "--price", "-1"), "price: expected a number in [0"),
+        (("evaluate", "fixed", "--samples", "0"), "--samples: expected at least 1"),
+        (("evaluate", "fixed", "--seeds", "one"), "--seeds: expected numbers"),
+        (("evaluate", "missing.zip"), "no such file"),
+        (("train", "--out", "x", "--algo", "dqm"), "algo: unknown 'dqm'"),
+        (("train", "--out", "x", "--devices", "cuda:0"), "no CUDA device is visible"),
+        (("bench", "rond"), "Did you mean 'round'"),
+    ],
+)
+def test_bad_input_is_one_clear_error(arguments: tuple[str, ...], expected: str, tmp_path: Path) -> None:
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert expected in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "algorithm: sft\nmix: {web: 1}\nlearning_rat: 1e-3\n",
+            "unknown key 'learning_rat'. Did you mean 'learning_rate'",
+        ),
+        ("algorithm: sft\nmix: {web: 0.5}\n", "weights must sum to 1"),
+        ("algorithm: sfd\nmix: {web: 1}\n", "algorithm: unknown 'sfd'. Did you mean 'sft'"),
+        ("algorithm: sft\nmix: {wob: 1}\n", "Did you mean 'web'"),
+        ("algorithm: sft\nmix: {web: 1}\nsteps: yes\n", "steps: expected an integer"),
+        ("algorithm: sft\nmix: {web: 1}\nlearning_rate: fast\n", "learning_rate: expected a number, got 'fast'"),
+        ("algorithm: grpo\nmix: {web: 1}\nbatch_size: 6\nnum_generations: 4\n", "allowed: 2, 3, 6"),
+        ("- sft\n", "expected keys like algorithm and mix"),
+        ("algorithm: [\n", "not readable as YAML"),
+    ],
+)
+def test_a_bad_recipe_file_is_named_with_the_fix(text: str, expected: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    done = run("run-recipe", str(path))
+    assert done.returncode == 2
+    assert expected in " ".join(done.stderr.split())
