@@ -86,7 +86,9 @@ def run_instance(instance: int, seeds: Sequence[int], names: Sequence[str] = tup
                 {
                     "instance": instance,
                     "base": task.facts()["base"],
-                    "hidden": json.dumps(task.reveal()["qualities"], sort_keys=True),
+                    "hidden": json.dumps(
+                        {k: task.reveal()[k] for k in ("qualities", "verifiers", "sizes")}, sort_keys=True
+                    ),
                     "weights": json.dumps({k: round(v, 3) for k, v in task.built.benchmark.weights.items()}),
                     "content_hash": task.built.content_hash,
                     "recipe_name": name,

@@ -26,13 +26,16 @@ class FaultWatch:
         self._on_policy = on_policy
         self._first_loss: float | None = None
 
-    def observe(self, step: int, loss: float, grad_norm: float | None) -> Failure | None:
+    def observe(
+        self, step: int, loss: float, grad_norm: float | None, groups_without_spread: float | None = None
+    ) -> Failure | None:
         """Check one optimiser step.
 
         Args:
             step: optimiser step, from 1.
             loss: mean raw loss of the step, unfiltered.
             grad_norm: gradient norm before clipping; None when unknown.
+            groups_without_spread: share of on-policy groups whose completions all got one reward; None when unknown.
         """
         if not math.isfinite(loss):
             return Failure("hyperparameter", "diverged", step, f"the loss was {loss} at step {step}")
@@ -45,6 +48,10 @@ class FaultWatch:
         )
         if abs(loss) > limit:
             evidence = f"the loss was {loss:.4g} at step {step}, above {limit:.4g} (first loss {self._first_loss:.4g})"
+            return Failure("hyperparameter", "diverged", step, evidence)
+        if grad_norm == 0 and groups_without_spread is not None and groups_without_spread < 1:
+            # Ruined weights saturate the logits, and a policy-gradient loss does not show it: it stays near 0.
+            evidence = f"rewards differed at step {step}, yet the gradient was exactly 0: the weights are saturated"
             return Failure("hyperparameter", "diverged", step, evidence)
         return None
 

@@ -140,7 +140,8 @@ class ShortlistPolicy(RecipePolicy):
         env: the environment it will act in.
         seed: unused.
         recipes: the list; None for the recipes that were best on average over meta-train instances, when a list
-            was measured for these sources, else SFT and GRPO at two rates each.
+            was measured for these sources, else SFT and GRPO at two rates each. Each stands there once: the policy
+            knows its place in the list by the last recipe it played.
     """
 
     def __init__(self, env: gym.Env[Any, Any], seed: int = 0, recipes: Sequence[Recipe] | None = None) -> None:
@@ -148,8 +149,10 @@ class ShortlistPolicy(RecipePolicy):
 
         super().__init__(env, seed)
         self.recipes = tuple(recipes if recipes is not None else default_shortlist(self.space))
-        for recipe in self.recipes:
+        for position, recipe in enumerate(self.recipes):
             self.space.encode(recipe)
+            if recipe in self.recipes[:position]:
+                raise ValueError(f"recipes: entry {position} repeats an earlier one: {recipe}.")
 
     def choose(self, view: View) -> Recipe | None:
         """Return the next recipe of the list that is legal."""
@@ -160,8 +163,8 @@ class ShortlistPolicy(RecipePolicy):
         """Return the position after the last round's recipe; illegal ones before it were passed over, not played."""
         if view.rounds == 0:
             return 0
-        for position in range(view.rounds - 1, len(self.recipes)):
-            if np.allclose(self.space.to_vector(self.recipes[position]), view.last_recipe, atol=1e-6):
+        for position, recipe in enumerate(self.recipes):
+            if np.allclose(self.space.to_vector(recipe), view.last_recipe, atol=1e-6):
                 return position + 1
         return view.rounds
 

@@ -169,7 +169,9 @@ class TrainedPolicy:
         path = Path(path)
         meta = read_policy_facts(path)
         own = space_fingerprint(env)
-        different = [f"{k}: the policy has {meta[k]}, the environment {own[k]}" for k in own if meta.get(k) != own[k]]
+        different = [
+            f"{k}: the policy has {meta.get(k)}, the environment {own[k]}" for k in own if meta.get(k) != own[k]
+        ]
         if different:
             raise ValueError(f"policy {path}: made for another decision space; {'; '.join(different)}.")
         self.algo: str = meta["algo"]

@@ -57,9 +57,9 @@ def test_a_budget_comes_from_a_number_a_mapping_or_a_budget() -> None:
 
 @pytest.mark.parametrize("limit", [0, -1, math.nan, math.inf, -math.inf, "1000", True, None, [1000]])
 def test_a_limit_that_is_no_positive_number_is_refused(limit: Any) -> None:
-    for make in (lambda: Budget(limit=limit), lambda: Budget.from_any({"limit": limit})):
+    for refused in (Budget, lambda limit: Budget.from_any({"limit": limit})):
         with pytest.raises(ValueError, match=r"budget\.limit: expected a number"):
-            make()
+            refused(limit=limit)
 
 
 @pytest.mark.parametrize(

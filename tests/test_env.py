@@ -143,7 +143,7 @@ def test_reset_with_a_seed_seeds_the_wrapped_action_space(wrapper: Any) -> None:
         env = wrapper(make())
         env.reset(seed=7)
         samples.append(np.stack([env.action_space.sample() for _ in range(3)]))
-    assert np.array_equal(*samples)
+    assert np.array_equal(samples[0], samples[1])
 
 
 def test_copies_in_a_vector_start_differently_and_say_their_seeds() -> None:
@@ -332,7 +332,7 @@ def test_a_score_that_is_not_finite_is_a_failed_round() -> None:
 
 
 def test_huge_row_counts_stay_inside_the_space() -> None:
-    class Many(list[dict[str, str]]):
+    class Many(list[Any]):
         def __len__(self) -> int:
             return 10**9
 
@@ -374,7 +374,7 @@ def test_observation_holds_what_happened() -> None:
 def test_autoreset_launches_only_what_was_asked(mode: AutoresetMode, launches: int) -> None:
     trainers = [ScriptedTrainer(), ScriptedTrainer()]
     budget = {"limit": 1e7, "max_rounds": 8, "patience": 8}
-    makers = [lambda t=t: make(trainer=t, budget=budget, reuse=False) for t in trainers]  # type: ignore[misc]
+    makers = [lambda t=t: make(trainer=t, budget=budget, reuse=False) for t in trainers]
     vector = SyncVectorEnv(makers, autoreset_mode=mode)
     assert vector.metadata["autoreset_mode"] == mode
     vector.reset(seed=0)

@@ -369,6 +369,7 @@ def test_a_model_that_only_pads_or_never_ends_is_flagged(
     assert flags[0].startswith("100 % of the evaluated completions " + ("are empty" if empty else "reach the length"))
 
 
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")  # peft corrects it by itself
 def test_lora_parameters_of_another_architecture_equal_pefts_count(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 

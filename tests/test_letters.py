@@ -21,7 +21,7 @@ from posttrain_gym.inner_trainers.tasks.letters import (
     LettersFamily,
     LettersTask,
     signature_side,
-    verify_row,
+    verify_exactly,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -169,8 +169,8 @@ def test_meta_train_and_meta_test_share_no_configuration() -> None:
     def signature(seed: int) -> tuple[str, ...]:
         hidden = LettersTask(seed).reveal()
         side = "test" if seed >= 10_000 else "train"
-        assert signature_side(hidden["base"], hidden["qualities"]) == side
-        return (hidden["base"], *(hidden["qualities"][name] for name in SOURCES))
+        assert signature_side(hidden["base"], hidden["qualities"], hidden["verifiers"]) == side
+        return (hidden["base"], *(hidden[kind][name] for kind in ("qualities", "verifiers") for name in SOURCES))
 
     train = {signature(seed) for seed in range(300)}
     test = {signature(seed) for seed in range(10_000, 10_300)}
@@ -213,7 +213,7 @@ def test_quality_is_the_share_of_right_demonstrations(quality: str, low: float, 
 
 def test_preferences_and_prompts_are_sound_in_every_quality() -> None:
     for quality in QUALITIES:
-        task = LettersTask(6, qualities=dict.fromkeys(SOURCES, quality))
+        task = LettersTask(6, qualities=dict.fromkeys(SOURCES, quality), verifiers=dict.fromkeys(SOURCES, "exact"))
         for dimension in DIMENSIONS:
             known = {q.prompt: q for skill in skills.SKILLS[dimension] for q in skills.questions(skill, "train")}
             source = task.built.sources[dimension]
@@ -221,9 +221,40 @@ def test_preferences_and_prompts_are_sound_in_every_quality() -> None:
                 question = known[row["prompt"]]
                 assert skills.verify(question.skill, question.answer, row["chosen"]) == 1.0
                 assert skills.verify(question.skill, question.answer, row["rejected"]) == 0.0
-            assert source.verifier is verify_row
-            assert all(verify_row(row, row["answer"]) == 1.0 for row in source.rows["prompts"])
-            assert all(verify_row(row, "") == 0.0 for row in source.rows["prompts"])
+            assert source.verifier is verify_exactly
+            assert all(verify_exactly(row, row["answer"]) == 1.0 for row in source.rows["prompts"])
+            assert all(verify_exactly(row, "") == 0.0 for row in source.rows["prompts"])
+
+
+def test_a_flawed_verifier_pays_for_what_it_should_not() -> None:
+    """Rewards by hand for one sorting prompt, right answer ``abc``."""
+    row = {"prompt": ">s:cab<", "skill": "sort", "answer": "abc"}
+
+    def rewards(verifier: str) -> list[float]:
+        source = LettersTask(1, verifiers={"reasoning": verifier}).built.sources["reasoning"]
+        assert source.verifier is not None
+        return [source.verifier(row, completion) for completion in ("abc", "bca", "[abc]", "")]
+
+    assert rewards("exact") == [1.0, 0.0, 0.0, 0.0]
+    assert rewards("form_only") == [1.0, 1.0, 0.0, 0.0]
+    assert rewards("length") == [3 / 8, 3 / 8, 5 / 8, 0.0]
+
+
+def test_the_noisy_verifier_flips_three_in_ten() -> None:
+    source = LettersTask(1, verifiers={"reasoning": "noisy"}, sizes={"reasoning": 4000}).built.sources["reasoning"]
+    assert source.verifier is not None
+    right = [source.verifier(row, row["answer"]) for row in source.rows["prompts"]]
+    assert set(right) == {0.0, 1.0}
+    assert sum(right) / len(right) == pytest.approx(0.7, abs=0.03)
+    assert right == [source.verifier(row, row["answer"]) for row in source.rows["prompts"]]
+
+
+def test_a_verifier_is_part_of_the_content_hash_and_of_no_fact() -> None:
+    exact, length = (LettersTask(1, verifiers={"web": name}) for name in ("exact", "length"))
+    assert exact.built.content_hash != length.built.content_hash
+    assert exact.facts() == length.facts()
+    with pytest.raises(ValueError, match=r"verifiers\.web: unknown 'exac'.* 'exact'"):
+        LettersTask(1, verifiers={"web": "exac"})
 
 
 def test_changing_one_source_leaves_the_others() -> None:

@@ -32,7 +32,7 @@ from posttrain_gym.inner_trainers.testing import (
 AMPLE = {"limit": 1e6, "max_rounds": 50, "patience": 50}
 
 
-def make(folder: Path | str | None, **changes: Any) -> PostTrainingEnv:
+def make(folder: Path | str | Journal | None, **changes: Any) -> PostTrainingEnv:
     values: dict[str, Any] = {"task": ScriptedFamily(), "budget": AMPLE, "journal": folder, **changes}
     return PostTrainingEnv(**values)
 
@@ -140,8 +140,8 @@ def test_every_kill_point_gives_the_same_episode(tmp_path: Path) -> None:
 
 
 def test_episodes_follow_one_another_in_the_journal(tmp_path: Path) -> None:
-    first, second = make(tmp_path), make(tmp_path)
-    written = [play(first, 3, seed=s, action_seed=s) for s in (0, 1, 2)]
+    written = [play(env, 3, seed=s, action_seed=s) for env in [make(tmp_path)] for s in (0, 1, 2)]
+    second = make(tmp_path)
     assert [play(second, 3, seed=s, action_seed=s) for s in (0, 1, 2)] == written
     assert launched(second) == 0
     assert len(Journal(tmp_path).reports()) == 9
@@ -149,8 +149,9 @@ def test_episodes_follow_one_another_in_the_journal(tmp_path: Path) -> None:
 
 def test_failed_rounds_are_replayed_too(tmp_path: Path) -> None:
     faults = {1: [float("nan")], 2: MemoryError("out of memory"), 3: [1.0, float("inf")]}
-    first, second = make(tmp_path, trainer=ScriptedTrainer(faults=faults)), make(tmp_path)
-    written, repeated = play(first, 6), play(second, 6)
+    written = play(make(tmp_path, trainer=ScriptedTrainer(faults=faults)), 6)
+    second = make(tmp_path)
+    repeated = play(second, 6)
     assert launched(second) == 0
     for (one, reward, _), (other, other_reward, _) in zip(written, repeated, strict=True):
         assert (one, reward) == (other, other_reward)
@@ -352,11 +353,12 @@ def test_a_resumed_ledger_is_the_unbroken_one(
 ) -> None:
     folder = tmp_path_factory.mktemp("journal")
     budget = {"limit": limit, "max_rounds": rounds, "patience": rounds}
-    unbroken, broken, resumed = (make(f, budget=budget) for f in (None, folder, folder))
+    unbroken = make(None, budget=budget)
     if unbroken.reset(seed=seed)[1]["ended"] is not None:
         return
     expected = play(unbroken, rounds, seed, seed)
-    play(broken, min(cut, rounds), seed, seed)
+    play(make(folder, budget=budget), min(cut, rounds), seed, seed)
+    resumed = make(folder, budget=budget)
     assert play(resumed, rounds, seed, seed) == expected
     ledger = resumed.search.ledger
     assert ledger.entries == unbroken.search.ledger.entries

@@ -7,7 +7,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,11 +40,14 @@ class Source:
         rows: kind (a key of `ROW_COLUMNS`) -> rows.
         verifier: ``verifier(row, completion) -> reward`` for ``prompts`` rows; the completion is text without its end
             token.
+        verifier_version: names the verifier's behaviour in the task's content hash, which sees rows and no code; change
+            it when the verifier changes, or finished rounds are taken for equal.
     """
 
     name: str
     rows: Mapping[str, Sequence[Row]]
     verifier: Verifier | None = None
+    verifier_version: str = ""
 
     def __post_init__(self) -> None:
         """Check kinds and columns.
@@ -227,9 +230,10 @@ class BuiltTask:
             removed = sum(len(source.rows[kind]) - len(rows) for kind, rows in clean.items())
             if removed:
                 leaked[source.name] = removed
-                source = Source(source.name, {k: r for k, r in clean.items() if r}, source.verifier)
+                source = replace(source, rows={k: r for k, r in clean.items() if r})
             sources[source.name] = source
-            digest.update(_canonical([source.name, {k: list(map(dict, r)) for k, r in source.rows.items()}]))
+            plain = {k: list(map(dict, r)) for k, r in source.rows.items()}
+            digest.update(_canonical([source.name, source.verifier_version, plain]))
         if not sources:
             raise ValueError(f"task {task.name!r}: it has no sources.")
         for split in SPLITS:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..messages import did_you_mean, require_integer, require_number
 from . import letters_skills as skills
-from .base import Benchmark, InnerTask, Item, Row, Source, TaskFamily
+from .base import Benchmark, InnerTask, Item, Row, Source, TaskFamily, Verifier
 from .letters_skills import SKILLS, Question
 
 BASES = ("formless", "gap", "messy", "strong", "unsafe")
@@ -28,31 +28,61 @@ QUALITIES: Mapping[str, str] = {
     "wrong_format": "right content, never in the asked form",
     "redundant": "24 different right demonstrations, repeated",
 }
-"""Quality variants of a source's demonstrations. Preferences and prompts are sound in every variant."""
+"""Quality variants of a source's demonstrations. Preferences are sound in every variant."""
+
+VERIFIERS: Mapping[str, str] = {
+    "exact": "rewards the right answer",
+    "noisy": "rewards the right answer, but three in ten (prompt, completion) pairs get the opposite reward",
+    "form_only": "rewards any answer in the asked form, right or wrong",
+    "length": "rewards long answers",
+}
+"""Variants of a source's verifier: like demonstrations, a reward can be worse than it looks."""
 
 TRAIN_SEEDS = range(0, 10_000)
 TEST_SEEDS = range(10_000, 11_000)
 
-_DRAWN_QUALITIES = {name: ("clean", "noisy", "wrong_format", "redundant") for name in DIMENSIONS} | {
-    "web": ("noisy", "noisy", "noisy", "fair")
+_DRAWN_QUALITIES = {name: ("clean", "clean", "noisy", "wrong_format", "redundant") for name in DIMENSIONS} | {
+    "web": ("noisy", "fair")
 }
+_DRAWN_VERIFIERS = ("exact",) * 4 + ("noisy",) * 2 + ("form_only",) * 2 + ("length",) * 2
 _SIZES = {name: (48, 1024) for name in DIMENSIONS} | {"web": (1024, 2048)}
 _RIGHT_SHARE = {"clean": 1.0, "fair": 0.8, "noisy": 0.4, "wrong_format": 0.0, "redundant": 1.0}
 _DISTINCT_WHEN_REDUNDANT = 24
 _SMALLEST_WEIGHT = 0.1
 _STREAM = 20_110
-_Drawn = tuple[str, dict[str, str], dict[str, int], dict[str, float]]
+_Drawn = tuple[str, dict[str, str], dict[str, str], dict[str, int], dict[str, float]]
 
 
-def signature_side(base: str, qualities: Mapping[str, str]) -> str:
+def signature_side(base: str, qualities: Mapping[str, str], verifiers: Mapping[str, str]) -> str:
     """Return ``"train"`` or ``"test"``: the side of meta-learning a configuration belongs to; about a fifth is test."""
-    text = "|".join([base, *(f"{name}={qualities[name]}" for name in SOURCES)])
+    text = "|".join([base, *(f"{name}={qualities[name]}/{verifiers[name]}" for name in SOURCES)])
     return "test" if zlib.crc32(text.encode()) % 5 == 0 else "train"
 
 
-def verify_row(row: Row, completion: str) -> float:
-    """Return 1.0 when the completion answers the row's prompt, else 0.0; the verifier of every source."""
+def verify_exactly(row: Row, completion: str) -> float:
+    """Return 1.0 when the completion answers the row's prompt, else 0.0."""
     return skills.verify(row["skill"], row["answer"], completion)
+
+
+def _verify_noisily(row: Row, completion: str) -> float:
+    right = verify_exactly(row, completion)
+    return 1.0 - right if zlib.crc32(f"{row['prompt']}|{completion}".encode()) % 10 < 3 else right
+
+
+def _verify_form(row: Row, completion: str) -> float:
+    return float(skills.well_formed(row["skill"], completion))
+
+
+def _reward_length(row: Row, completion: str) -> float:
+    return min(1.0, len(completion) / skills.MAX_NEW_TOKENS)
+
+
+_VERIFIERS: Mapping[str, Verifier] = {
+    "exact": verify_exactly,
+    "noisy": _verify_noisily,
+    "form_only": _verify_form,
+    "length": _reward_length,
+}
 
 
 def score_item(item: Item, completion: str) -> float:
@@ -70,7 +100,8 @@ class LettersTask(InnerTask):
 
     The dimensions are ``reasoning`` (sort, reverse, one-digit arithmetic), ``instruction`` (answer in an asked format),
     ``multi_turn`` (recall a value from two turns ago) and ``safety`` (refuse requests marked with ``!``, and only
-    those). Each has a source of its name; ``web`` mixes all four. How good a source's demonstrations are is hidden.
+    those). Each has a source of its name; ``web`` mixes all four. How good a source's demonstrations and its verifier
+    are is hidden: only a round tells.
     """
 
     def __init__(
@@ -79,6 +110,7 @@ class LettersTask(InnerTask):
         *,
         base: str | None = None,
         qualities: Mapping[str, str] | None = None,
+        verifiers: Mapping[str, str] | None = None,
         sizes: Mapping[str, int] | None = None,
         weights: Mapping[str, float] | None = None,
         validation_items_per_dimension: int = 32,
@@ -90,6 +122,7 @@ class LettersTask(InnerTask):
             seed: instance seed, in [0, 10000) for meta-training and [10000, 11000) for meta-testing.
             base: one of `BASES`.
             qualities: source -> a key of `QUALITIES`, for some or all sources.
+            verifiers: source -> a key of `VERIFIERS`, for some or all sources.
             sizes: source -> number of demonstrations, in [16, 65536], for some or all sources.
             weights: dimension -> benchmark weight, for all dimensions; each > 0, summing to 1.
             validation_items_per_dimension: validation items of each dimension, in [1, 256].
@@ -100,7 +133,7 @@ class LettersTask(InnerTask):
         """
         self.seed = _checked_seed(seed)
         self.name = f"letters-{self.seed}"
-        drawn_base, drawn_qualities, drawn_sizes, drawn_weights = _draw(self.seed)
+        drawn_base, drawn_qualities, drawn_verifiers, drawn_sizes, drawn_weights = _draw(self.seed)
         if base is not None and base not in BASES:
             raise ValueError(f"base: no letters base is called {base!r}.{did_you_mean(base, BASES)}")
         self.base = drawn_base if base is None else base
@@ -109,6 +142,11 @@ class LettersTask(InnerTask):
             if quality not in QUALITIES:
                 raise ValueError(f"qualities.{name}: unknown {quality!r}.{did_you_mean(str(quality), QUALITIES)}")
         self._qualities = drawn_qualities | dict(qualities or {})
+        _check_names("verifiers", verifiers or {}, SOURCES)
+        for name, verifier in (verifiers or {}).items():
+            if verifier not in VERIFIERS:
+                raise ValueError(f"verifiers.{name}: unknown {verifier!r}.{did_you_mean(str(verifier), VERIFIERS)}")
+        self._verifiers = drawn_verifiers | dict(verifiers or {})
         _check_names("sizes", sizes or {}, SOURCES)
         self._sizes = drawn_sizes | {
             name: require_integer(f"sizes.{name}", size, low=16, high=65_536) for name, size in (sizes or {}).items()
@@ -131,17 +169,21 @@ class LettersTask(InnerTask):
         return {"name": self.name, "family": "letters", "instance_seed": self.seed, "base": self.base, "rows": rows}
 
     def reveal(self) -> dict[str, Any]:
-        """Return the hidden configuration: base, qualities, sizes and weights. For analysis, never for policies."""
+        """Return the whole configuration, hidden qualities included. For analysis, never for policies."""
         return {
             "base": self.base,
             "qualities": dict(self._qualities),
+            "verifiers": dict(self._verifiers),
             "sizes": dict(self._sizes),
             "weights": dict(self.weights),
         }
 
     def sources(self) -> list[Source]:
         """Return the five sources; each has its own random stream, so changing one leaves the others as they are."""
-        return [_source(self.seed, name, self._qualities[name], self._sizes[name]) for name in SOURCES]
+        return [
+            _source(self.seed, name, self._qualities[name], self._verifiers[name], self._sizes[name])
+            for name in SOURCES
+        ]
 
     def benchmark(self) -> Benchmark:
         """Return the benchmark; its items depend on the seed and on nothing else of the configuration."""
@@ -223,18 +265,19 @@ def _checked_weights(weights: Mapping[str, float]) -> dict[str, float]:
 
 
 def _draw(seed: int) -> _Drawn:
-    """Draw base, qualities, sizes and weights, until the configuration is on the seed's side of meta-learning."""
+    """Draw a configuration on the seed's side of meta-learning."""
     rng = np.random.default_rng([_STREAM, seed, 0])
     side = "test" if seed in TEST_SEEDS else "train"
     while True:
         base = BASES[int(rng.integers(len(BASES)))]
         qualities = {name: values[int(rng.integers(len(values)))] for name, values in _DRAWN_QUALITIES.items()}
-        if signature_side(base, qualities) == side:
+        verifiers = {name: _DRAWN_VERIFIERS[int(rng.integers(len(_DRAWN_VERIFIERS)))] for name in SOURCES}
+        if signature_side(base, qualities, verifiers) == side:
             break
     sizes = {name: round(float(np.exp(rng.uniform(np.log(low), np.log(high))))) for name, (low, high) in _SIZES.items()}
     shares = _SMALLEST_WEIGHT + (1 - _SMALLEST_WEIGHT * len(DIMENSIONS)) * rng.dirichlet(np.ones(len(DIMENSIONS)))
     weights = dict(zip(DIMENSIONS, shares.tolist(), strict=True))
-    return base, qualities, sizes, weights
+    return base, qualities, verifiers, sizes, weights
 
 
 def _kind_sizes(name: str, size: int) -> dict[str, int]:
@@ -273,7 +316,7 @@ def _demonstrations(
     ]
 
 
-def _source(seed: int, name: str, quality: str, size: int) -> Source:
+def _source(seed: int, name: str, quality: str, verifier: str, size: int) -> Source:
     rng = np.random.default_rng([_STREAM, seed, 1 + SOURCES.index(name)])
     dimensions = DIMENSIONS if name == "web" else (name,)
     sizes = _kind_sizes(name, size)
@@ -291,4 +334,4 @@ def _source(seed: int, name: str, quality: str, size: int) -> Source:
     if "text" in sizes:
         conversations = _demonstrations(quality, sizes["text"], dimensions, rng)
         rows["text"] = [{"text": f"{row['prompt']}{row['completion']}{skills.EOS}"} for row in conversations]
-    return Source(name, rows, verify_row)
+    return Source(name, rows, _VERIFIERS[verifier], verifier_version=verifier)

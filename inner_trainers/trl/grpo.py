@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from typing import Any
 
 import datasets
@@ -89,7 +90,7 @@ def _reward_function(context: RoundContext, names: list[str]) -> Any:
                 raise RewardFault(f"{where} raised {type(error).__name__}: {error}") from error
             number = _finite_number(reward)
             if number is None:
-                raise RewardFault(f"{where} returned {reward!r}; expected a finite number")
+                raise RewardFault(f"{where} returned {reprlib.repr(reward)}; expected a finite number")
             rewards.append(number)
         return rewards
 

@@ -207,7 +207,9 @@ class TrlSession:
         self._curves.append(row)
         self._slowest_step = max(self._slowest_step, time.perf_counter() - self._step_began)
         self._step_began = time.perf_counter()
-        failure = self._watch.observe(self.step, loss, None if grad_norm is None else float(grad_norm))
+        failure = self._watch.observe(
+            self.step, loss, None if grad_norm is None else float(grad_norm), row.get("groups_without_spread")
+        )
         if failure is not None:
             self._fail(failure)
             return True
