@@ -1,0 +1,54 @@
+"""Committed results: a sample is made again, and every derived page equals what its data gives."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from posttrain_gym.experiments import make_letters_rounds as rounds
+from posttrain_gym.experiments.comparison import normalised
+
+
+def test_the_table_is_complete_and_says_what_the_issue_of_state_dependence_needs() -> None:
+    rows = rounds.read_results()
+    args = rounds.Args()
+    keys = {(row["instance"], row["recipe_name"], row["seed"]) for row in rows}
+    assert keys == {(i, name, s) for i in args.instances for name in rounds.RECIPES for s in args.seeds}
+    assert len(rows) == 16 * 10 * 3
+    for claim, where in rounds.claims(rows).items():
+        assert len(where) >= 2, claim
+
+
+def test_the_page_and_the_shortlist_come_from_the_data() -> None:
+    rows = rounds.read_results()
+    assert (rounds.RESULTS / "letters_rounds.md").read_text() == rounds.describe(rows)
+    assert json.loads(rounds.SHORTLIST.read_text()) == json.loads(json.dumps(rounds.shortlist(rows)))
+
+
+def test_cells_by_hand() -> None:
+    def row(seed: int, after: float) -> dict[str, object]:
+        return {"instance": 1, "recipe_name": "r", "seed": seed, "base_test_score": 0.5, "base_test_error": 0.03,
+                "test_score": after, "test_error": 0.04}
+
+    (change, error), = rounds.cells([row(0, 0.6), row(1, 0.7), row(2, 0.8)]).values()
+    assert change == pytest.approx(0.2)
+    assert error == pytest.approx(math.sqrt((0.1 / math.sqrt(3)) ** 2 + 0.03**2 + 0.04**2))
+    assert rounds.ranked_recipes([row(0, 0.6), row(1, 0.8)]) == [("r", pytest.approx(normalised(0.5, 0.7)))]
+
+
+@pytest.mark.parametrize(("instance", "name"), [(2, "sft-curated"), (0, "grpo"), (5, "sft-hot")])
+def test_a_sample_of_rounds_gives_the_committed_scores(instance: int, name: str) -> None:
+    committed = next(
+        row
+        for row in rounds.read_results()
+        if (row["instance"], row["recipe_name"], row["seed"]) == (instance, name, 0)
+    )
+    again = rounds.run_instance(instance, (0,), (name,))[0]
+    assert again["content_hash"] == committed["content_hash"]
+    assert again["recipe"] == committed["recipe"]
+    assert again["train_tokens"] == pytest.approx(committed["train_tokens"], rel=0.02)
+    # equal bit for bit on one machine; another processor may round differently, and a score has its error
+    assert again["base_test_score"] == pytest.approx(committed["base_test_score"], abs=2 * committed["base_test_error"])
+    assert again["test_score"] == pytest.approx(committed["test_score"], abs=2 * committed["test_error"] + 1e-9)
