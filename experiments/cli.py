@@ -28,6 +28,7 @@ app = typer.Typer(
 )
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
+INTERRUPTED = 130
 
 Task = Annotated[str, typer.Option("--task", help="Built-in family, or module:Class of your own task.")]
 Limit = Annotated[float, typer.Option("--budget", help="Budget of one episode, in --unit.")]
@@ -52,14 +53,16 @@ def main() -> None:
     sys.path.insert(0, os.getcwd())  # module:Class of a person's own folder
     try:
         app()
-    except (ValueError, RuntimeError) as error:
-        errors.print(f"[bold red]error[/]: {_plain(str(error))}")
+    except (ValueError, RuntimeError, OSError) as error:
+        errors.print(f"[bold red]error[/]: {_plain(str(error))}", soft_wrap=True)
         raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        errors.print(
-            "interrupted: finished rounds are kept; run the same command again (train: with --resume) to go on."
-        )
-        raise SystemExit(130) from None
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:  # typer turns Ctrl-C into this code without a word
+            errors.print(
+                "interrupted: finished rounds are kept; run the same command again (train: with --resume) to go on.",
+                soft_wrap=True,
+            )
+        raise
 
 
 @app.callback(invoke_without_command=True)
@@ -179,6 +182,7 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Run policies on the same unseen instances, seeds and budget; print gains and regrets with intervals."""
+    from ..inner_trainers.telemetry import machine_facts
     from .compare import compare as run
     from .episodes import policy_label
     from .report import write_report
@@ -196,7 +200,13 @@ def compare(
             reference=policy_label(reference) if reference else None,
             on_episode=progress.episode,
         )
-    facts = {"environment": environment.to_dict(), "instances": chosen, "seeds": repeats, "workers": workers}
+    facts = {
+        "environment": environment.to_dict(),
+        "instances": chosen,
+        "seeds": repeats,
+        "workers": workers,
+        "machine": machine_facts(),
+    }
     report = write_report(out, comparison, None, facts, _command())
     if as_json:
         _print_json(comparison)

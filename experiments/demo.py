@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..envs.budget import Budget
+from ..inner_trainers.telemetry import machine_facts
 from .compare import compare
 from .comparison import Comparison
 from .report import write_report
@@ -79,6 +80,7 @@ def run_demo(
         "instances": instances,
         "seeds": seeds,
         "workers": workers,
+        "machine": machine_facts(),
         "wall_seconds": round(time.perf_counter() - began, 1),
     }
     training = {

@@ -6,7 +6,6 @@ milliseconds, so the trained policy is the one an unbroken run would have given.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import multiprocessing
@@ -207,14 +206,15 @@ def _vector_env(settings: TrainSettings, out: Path) -> VecEnv:
 
 
 def _end(vector: VecEnv) -> None:
-    if isinstance(vector, SubprocVecEnv) and vector.waiting:  # a round is running: everything before it is on disk
-        for process in vector.processes:
-            process.terminate()
-        for process in vector.processes:
-            process.join()
-        return
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # `train` has told that a worker is gone
-        vector.close()
+    if isinstance(vector, SubprocVecEnv):
+        alive = all(process.is_alive() for process in vector.processes)
+        if vector.waiting or not alive:  # a round is running, or a worker died: what was finished is on disk
+            for process in vector.processes:
+                process.terminate()
+            for process in vector.processes:
+                process.join()
+            return
+    vector.close()
 
 
 class _LoggerOutput(KVWriter):

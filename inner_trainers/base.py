@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -242,12 +243,10 @@ class RoundReport:
         return self.training_cost + self.evaluation_cost
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types; non-finite curve values become None, as JSON has none."""
+        """Return plain JSON types; curve values that are not finite become text, as JSON has no such numbers."""
         data = asdict(replace(self, recipe=None, curves=()))  # type: ignore[arg-type]
         data["recipe"] = self.recipe.to_dict()
-        data["curves"] = [
-            {k: (v if v == v and abs(v) != float("inf") else None) for k, v in row.items()} for row in self.curves
-        ]
+        data["curves"] = [{k: (v if math.isfinite(v) else str(v)) for k, v in row.items()} for row in self.curves]
         data["flags"] = list(self.flags)
         return data
 
@@ -266,9 +265,7 @@ class RoundReport:
             values["scorecard"] = Scorecard.from_dict(values["scorecard"])
         if values["failure"] is not None:
             values["failure"] = Failure(**values["failure"])
-        values["curves"] = tuple(
-            {k: (float("nan") if v is None else v) for k, v in row.items()} for row in values["curves"]
-        )
+        values["curves"] = tuple({k: float(v) for k, v in row.items()} for row in values["curves"])
         values["flags"] = tuple(values["flags"])
         return cls(**values)
 

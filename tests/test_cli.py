@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from posttrain_gym.experiments.cli import main
 
 SCRIPTED = "posttrain_gym.inner_trainers.testing:ScriptedFamily"
 SMALL = ["--task", SCRIPTED, "--budget", "60000", "--max-rounds", "4"]
@@ -16,6 +19,18 @@ SMALL = ["--task", SCRIPTED, "--budget", "60000", "--max-rounds", "4"]
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "posttrain_gym", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=cwd, check=False)
+
+
+def refused(
+    arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int = 2
+) -> str:
+    """Run the command line in this process, which is warm; return what it said on standard error, in one line."""
+    monkeypatch.setattr(sys, "argv", ["posttrain-gym", *arguments])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == code
+    return " ".join(capsys.readouterr().err.split())
 
 
 def ok(*arguments: str, cwd: Path | None = None) -> str:
@@ -117,11 +132,22 @@ def test_run_recipe_trains_for_real_and_reports_both_splits(tmp_path: Path) -> N
         (("bench", "rond"), "Did you mean 'round'"),
     ],
 )
-def test_bad_input_is_one_clear_error(arguments: tuple[str, ...], expected: str, tmp_path: Path) -> None:
-    done = run(*arguments, cwd=tmp_path)
+def test_bad_input_is_one_clear_error(
+    arguments: tuple[str, ...],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert expected in refused(arguments, monkeypatch, capsys)
+
+
+def test_an_error_leaves_the_process_with_its_exit_code_and_no_traceback() -> None:
+    done = run("evaluate", "fixd")
     assert done.returncode == 2
-    assert expected in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
+    assert done.stdout == ""
 
 
 @pytest.mark.parametrize(
@@ -141,9 +167,9 @@ def test_bad_input_is_one_clear_error(arguments: tuple[str, ...], expected: str,
         ("algorithm: [\n", "not readable as YAML"),
     ],
 )
-def test_a_bad_recipe_file_is_named_with_the_fix(text: str, expected: str, tmp_path: Path) -> None:
+def test_a_bad_recipe_file_is_named_with_the_fix(
+    text: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
-    done = run("run-recipe", str(path))
-    assert done.returncode == 2
-    assert expected in " ".join(done.stderr.split())
+    assert expected in refused(("run-recipe", str(path)), monkeypatch, capsys)

@@ -29,13 +29,21 @@ def test_the_page_and_the_shortlist_come_from_the_data() -> None:
 
 def test_cells_by_hand() -> None:
     def row(seed: int, after: float) -> dict[str, object]:
-        return {"instance": 1, "recipe_name": "r", "seed": seed, "base_test_score": 0.5, "base_test_error": 0.03,
-                "test_score": after, "test_error": 0.04}
+        return {
+            "instance": 1,
+            "recipe_name": "r",
+            "seed": seed,
+            "base_test_score": 0.5,
+            "base_test_error": 0.03,
+            "test_score": after,
+            "test_error": 0.04,
+        }
 
-    (change, error), = rounds.cells([row(0, 0.6), row(1, 0.7), row(2, 0.8)]).values()
+    ((change, error),) = rounds.cells([row(0, 0.6), row(1, 0.7), row(2, 0.8)]).values()
     assert change == pytest.approx(0.2)
     assert error == pytest.approx(math.sqrt((0.1 / math.sqrt(3)) ** 2 + 0.03**2 + 0.04**2))
-    assert rounds.ranked_recipes([row(0, 0.6), row(1, 0.8)]) == [("r", pytest.approx(normalised(0.5, 0.7)))]
+    ((name, gain),) = rounds.ranked_recipes([row(0, 0.6), row(1, 0.8)])
+    assert (name, gain) == ("r", pytest.approx(normalised(0.5, 0.7)))
 
 
 @pytest.mark.parametrize(("instance", "name"), [(2, "sft-curated"), (0, "grpo"), (5, "sft-hot")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -118,6 +119,41 @@ def test_a_worker_that_dies_reaches_the_parent(tmp_path: Path) -> None:
         RuntimeError, match=r"worker process died: JournalMismatchError: .*rounds-1\.jsonl, entry 0\.base"
     ):
         train(settings(64, envs=2), tmp_path, resume=True)
+
+
+def test_a_worker_that_is_killed_reaches_the_parent_and_nothing_hangs(tmp_path: Path) -> None:
+    """Case C11: no hang; what was finished is kept and the run goes on."""
+
+    def kill_one(event: RoundEvent) -> None:
+        if event.number == 8:
+            multiprocessing.active_children()[0].kill()
+
+    with pytest.raises(RuntimeError, match=r"worker process died: it was ended from outside.*--resume goes on"):
+        train(settings(32, envs=2), tmp_path, on_round=kill_one)
+    assert not multiprocessing.active_children()
+    events: list[RoundEvent] = []
+    train(settings(32, envs=2), tmp_path, resume=True, on_round=events.append)
+    assert sum(event.replayed for event in events) >= 6
+    assert len(events) == 32
+
+
+def test_ctrl_c_keeps_finished_rounds_and_says_how_to_go_on(tmp_path: Path) -> None:
+    """Real rounds on letters: the interrupt comes while TRL trains."""
+    command = [sys.executable, "-m", "posttrain_gym", "train", "--out", "run", "--rounds", "64", "--budget", "60000"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        for line in process.stdout:
+            if line.lstrip().startswith("2/"):
+                break
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+        assert process.wait(timeout=120) == 130
+    assert "finished rounds are kept" in said
+    assert "Traceback" not in said
+    written = (tmp_path / "run" / "rounds-0.jsonl").read_text().count('"key"')
+    assert written >= 2
+    assert set((tmp_path / "run").glob("checkpoints-0/*.partial")) == set()
 
 
 def test_refusals_name_the_folder_and_the_way_out(tmp_path: Path) -> None:
