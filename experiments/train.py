@@ -127,13 +127,14 @@ def train(
         raise ValueError(f"{out}: a run is there already; add --resume to go on with it, or choose another folder.")
     if resume and not config.exists():
         raise ValueError(f"{out}: no run to resume (run.json is missing).")
+    example = wrap_for(settings.algo, settings.environment.build())  # what cannot be built leaves no run behind
     out.mkdir(parents=True, exist_ok=True)
     check_settings_file(config, settings.to_dict(), ignore=("rounds",))
     for worker in range(settings.envs):
         _error_file(out, worker).unlink(missing_ok=True)
-    example = wrap_for(settings.algo, settings.environment.build())
     vector = _vector_env(settings, out)
     writer = CurveWriter(out / "tensorboard" / "meta")
+    broken = False
     try:
         model = make_model(settings.algo, vector, settings.seed, **settings.hyperparameters)
         model.set_logger(Logger(folder=None, output_formats=[_LoggerOutput(writer)]))
@@ -143,6 +144,7 @@ def train(
         try:
             model.learn(settings.rounds, callback=callback)
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            broken = True
             raise RuntimeError(
                 f"a worker process died: {_worker_errors(out, settings.envs).rstrip('.')}. "
                 f"Finished rounds are in {out}; --resume goes on with them."
@@ -150,7 +152,7 @@ def train(
         return save(model), callback.episodes
     finally:
         writer.close()
-        _end(vector)
+        _end(vector, broken)
         example.close()
 
 
@@ -202,19 +204,23 @@ def _vector_env(settings: TrainSettings, out: Path) -> VecEnv:
     makers = [functools.partial(make_training_env, settings, str(out), worker) for worker in range(settings.envs)]
     if settings.envs == 1:
         return DummyVecEnv(makers)  # type: ignore[arg-type]
-    return SubprocVecEnv(makers, start_method="spawn")  # type: ignore[arg-type]  # a fork would copy CUDA's state
+    try:
+        return SubprocVecEnv(makers, start_method="spawn")  # type: ignore[arg-type]  # a fork would copy CUDA's state
+    except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+        raise RuntimeError(
+            f"a worker process died while it was built; run with --envs 1 to see why, or with fewer than {settings.envs}."
+        ) from error
 
 
-def _end(vector: VecEnv) -> None:
-    if isinstance(vector, SubprocVecEnv):
-        alive = all(process.is_alive() for process in vector.processes)
-        if vector.waiting or not alive:  # a round is running, or a worker died: what was finished is on disk
-            for process in vector.processes:
-                process.terminate()
-            for process in vector.processes:
-                process.join()
-            return
-    vector.close()
+def _end(vector: VecEnv, broken: bool) -> None:
+    """Close the environments; workers that are in a round, or whose pipes are broken, are ended instead."""
+    if isinstance(vector, SubprocVecEnv) and (broken or vector.waiting):  # what was finished is on disk
+        for process in vector.processes:
+            process.terminate()
+        for process in vector.processes:
+            process.join()
+    else:
+        vector.close()
 
 
 class _LoggerOutput(KVWriter):

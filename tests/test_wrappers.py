@@ -355,3 +355,12 @@ def test_single_choice_knobs_have_one_bin() -> None:
     env.reset(seed=0)
     assert env.action_space.nvec.tolist() == [2, 3, 3, 3, 1]
     assert env.step(np.array([1, 0, 0, 0, 0]))[4]["round"]["recipe"]["steps"] == 20
+
+
+def test_reading_a_spec_copies_no_model() -> None:
+    from posttrain_gym.inner_trainers.trl.trainer import TrlTrainer
+
+    trainer = TrlTrainer()
+    env = FlattenAction(gym.make("PostTrain/Recipe-v0", trainer=trainer, instances=[0]))
+    assert env.spec is not None
+    assert env.spec.kwargs["trainer"] is trainer

@@ -61,6 +61,10 @@ class TrlTrainer:
         if device != "auto" or precision != "auto":
             self._ready()  # a device or precision that is not there is refused at once
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrlTrainer:
+        """Return the trainer itself: Gymnasium copies an environment's arguments whenever its spec is read."""
+        return self
+
     @property
     def algorithms(self) -> tuple[str, ...]:
         """Names of the algorithms it knows, in a fixed order."""
