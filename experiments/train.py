@@ -208,7 +208,7 @@ def _vector_env(settings: TrainSettings, out: Path) -> VecEnv:
         return SubprocVecEnv(makers, start_method="spawn")  # type: ignore[arg-type]  # a fork would copy CUDA's state
     except (EOFError, BrokenPipeError, ConnectionResetError) as error:
         raise RuntimeError(
-            f"a worker process died while it was built; run with --envs 1 to see why, or with fewer than {settings.envs}."
+            f"a worker process died while it was built; run with --envs 1 to see why, or fewer than {settings.envs}."
         ) from error
 
 

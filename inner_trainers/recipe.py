@@ -96,6 +96,18 @@ class Recipe:
         """16 hex digits that are equal exactly when every field is equal, in any process."""
         return self._hash
 
+    def learning_rate_at(self, step: int) -> float:
+        """Return the learning rate that optimiser step ``step`` (from 1) uses when nothing adjusts it."""
+        done = step - 1
+        if done < self.warmup_steps:
+            return self.learning_rate * done / self.warmup_steps
+        share = (done - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        if self.schedule == "linear":
+            return self.learning_rate * (1.0 - share)
+        if self.schedule == "cosine":
+            return self.learning_rate * 0.5 * (1.0 + math.cos(math.pi * share))
+        return self.learning_rate
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types; `from_dict` reads them back to an equal recipe."""
         return {f.name: (dict(self.mix) if f.name == "mix" else getattr(self, f.name)) for f in fields(self) if f.init}

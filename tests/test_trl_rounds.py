@@ -1303,3 +1303,46 @@ def test_the_session_type_is_what_begin_returns(trainer: TrlTrainer, task: TinyT
     row = session.advance(1)
     assert (row["step"], session.step, session.cost.trained_tokens) == (1.0, 1, 8 * ROW)
     session.close()
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_the_rate_asked_for_is_the_one_the_library_uses(task: TinyTask, schedule: str, warmup: int) -> None:
+    """The formula of `Recipe.learning_rate_at` against what the optimiser held at each step."""
+    trainer = TrlTrainer()
+    recipe = Recipe("sft", {"good": 1.0}, steps=8, learning_rate=1e-3, schedule=schedule, warmup_steps=warmup)
+    session = trainer.begin(task, recipe, trainer.base(task), 0)
+    session.advance()
+    report, checkpoint = session.result()
+    assert checkpoint is not None
+    used = [row["learning_rate"] for row in report.curves]
+    assert used == pytest.approx([recipe.learning_rate_at(step) for step in range(1, 9)], rel=1e-9, abs=1e-15)
+
+
+def test_a_rate_that_was_not_used_fails_the_round(task: TinyTask, monkeypatch: pytest.MonkeyPatch) -> None:
+    from posttrain_gym.inner_trainers.trl import models, sft
+
+    asked = models.training_arguments
+    monkeypatch.setattr(sft, "training_arguments", lambda *a: {**asked(*a), "learning_rate": 5e-4})
+    trainer = TrlTrainer()
+    session = trainer.begin(task, Recipe("sft", {"good": 1.0}, steps=2, learning_rate=1e-3), trainer.base(task), 0)
+    session.advance()
+    report, checkpoint = session.result()
+    assert checkpoint is None
+    assert report.failure is not None
+    assert (report.failure.cause, report.failure.kind) == ("environment", "setting_not_used")
+    assert report.failure.evidence == "step 1 used learning rate 0.0005, asked for 0.001"
+
+
+def test_a_batch_that_was_not_used_fails_the_round(task: TinyTask, monkeypatch: pytest.MonkeyPatch) -> None:
+    from posttrain_gym.inner_trainers.trl import models, sft
+
+    asked = models.training_arguments
+    monkeypatch.setattr(sft, "training_arguments", lambda *a: {**asked(*a), "per_device_train_batch_size": 8})
+    trainer = TrlTrainer()
+    recipe = Recipe("sft", {"good": 1.0}, steps=2, batch_size=16)
+    session = trainer.begin(task, recipe, trainer.base(task), 0)
+    session.advance()
+    report, _ = session.result()
+    assert report.failure is not None
+    assert report.failure.evidence == "16 sequences were trained on, asked for 32"

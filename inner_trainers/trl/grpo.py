@@ -34,6 +34,7 @@ class MeteredGRPOTrainer(MeteredTrainer, GRPOTrainer):  # type: ignore[misc]
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor]) -> Any:
         prompt, completion = int(inputs["prompt_mask"].sum()), int(inputs["completion_mask"].sum())
         meter = self.meter
+        meter.sequences += len(inputs["prompt_ids"])
         meter.trained_tokens += prompt + completion
         meter.generated_tokens += completion
         meter.scored_tokens += prompt  # the prompts' forward pass before sampling

@@ -30,14 +30,14 @@ from .models import copy_weights, trainable_tensors
 
 @dataclass
 class Meter:
-    """What the trainer counts while it trains: raw losses and tokens; written by the worker, read while parked."""
+    """What the trainer counts while it trains: raw losses, tokens, sequences; read while it is parked."""
 
     losses: list[float] = field(default_factory=list)
     trained_tokens: int = 0
     generated_tokens: int = 0
     scored_tokens: int = 0
     supervised_tokens: int = 0
-    extras: dict[str, float] = field(default_factory=dict)
+    sequences: int = 0
 
 
 class MeteredTrainer:
@@ -86,6 +86,8 @@ class TrlSession:
         self._ended: str | None = None
         self._curves: list[dict[str, float]] = []
         self._rates_used: list[float] = []
+        self._rates_asked: list[float] = []
+        self._rate_factor = 1.0
         self._slowest_step = self._step_began = 0.0
         self._froze = False
         self._wall_seconds = 0.0
@@ -274,11 +276,27 @@ class TrlSession:
             spent += time.perf_counter() - self._hand_over_began
         return spent + next_step > self._limit.amount
 
+    def _note_rate(self, rate: float) -> None:
+        """Note the rate a step is about to use, beside the one it was asked to. Called on the worker."""
+        self._rates_used.append(rate)
+        self._rates_asked.append(self._recipe.learning_rate_at(len(self._rates_used)) * self._rate_factor)
+
+    def _setting_not_used(self) -> Failure | None:
+        """Return a failure when a step used another learning rate or batch than it was asked to."""
+        for step, (used, asked) in enumerate(zip(self._rates_used, self._rates_asked, strict=True), start=1):
+            if not math.isclose(used, asked, rel_tol=1e-6, abs_tol=1e-15):
+                evidence = f"step {step} used learning rate {used:g}, asked for {asked:g}"
+                return Failure("environment", "setting_not_used", step, evidence)
+        asked_sequences = self.step * self._recipe.batch_size * self._recipe.gradient_accumulation
+        if self._meter.sequences != asked_sequences:
+            evidence = f"{self._meter.sequences} sequences were trained on, asked for {asked_sequences}"
+            return Failure("environment", "setting_not_used", self.step, evidence)
+        return None
+
     def _scale_learning_rate(self, factor: float) -> None:
+        self._rate_factor *= factor
         scheduler, optimizer = self._trainer.lr_scheduler, self._trainer.optimizer
-        if (
-            scheduler is None or self._thread is None
-        ):  # before the first step nothing is built yet: the peak itself moves
+        if scheduler is None or self._thread is None:  # nothing is built before the first step: the peak itself moves
             self._trainer.args.learning_rate *= factor
             return
         base = getattr(scheduler, "scheduler", scheduler)  # accelerate wraps it
@@ -298,7 +316,9 @@ class TrlSession:
         if self._meter.supervised_tokens == 0:
             self._fail(Failure("data", "nothing_supervised", self.step, "no token carried a loss in the whole round"))
             return None
-        if self._failure is not None:
+        not_used = self._setting_not_used()
+        if not_used is not None:
+            self._fail(not_used)
             return None
         model = self._trainer.model
         if hasattr(model, "merge_and_unload"):
@@ -373,7 +393,7 @@ class _ParkingCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note the learning rate that this step really uses."""
-        self._session._rates_used.append(float(kwargs["optimizer"].param_groups[0]["lr"]))
+        self._session._note_rate(float(kwargs["optimizer"].param_groups[0]["lr"]))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
         """Hand a finished step to the session; the closing summary of a run is no step."""

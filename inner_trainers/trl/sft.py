@@ -21,6 +21,7 @@ class MeteredSFTTrainer(MeteredTrainer, SFTTrainer):  # type: ignore[misc]
         attention_mask = inputs.get("attention_mask")
         tokens = inputs["input_ids"].numel() if attention_mask is None else int(attention_mask.sum())
         self.meter.trained_tokens += tokens
+        self.meter.sequences += len(inputs["input_ids"])
         self.meter.supervised_tokens += int((inputs["labels"][:, 1:] != -100).sum())  # nothing predicts a first token
         return super().compute_loss(model, inputs, **kwargs)
 
