@@ -1,4 +1,4 @@
-"""The recipes that were best on average over meta-train instances, read from a measured list."""
+"""The list of recipes whose best round was best on average over meta-train instances, read from a measured list."""
 
 from __future__ import annotations
 

@@ -47,6 +47,18 @@ def test_cells_by_hand() -> None:
     assert gain == pytest.approx(normalised(0.5, 0.7))
 
 
+def test_portfolio_by_hand() -> None:
+    """Two instances: ``a`` is best alone, ``c`` adds most to it although its own mean is the worst."""
+
+    def row(instance: int, name: str, gain: float) -> dict[str, object]:
+        return {"instance": instance, "recipe_name": name, "seed": 0, "base_test_score": 0.0, "test_score": gain}
+
+    rows = [row(1, "a", 0.5), row(2, "a", 0.1), row(1, "b", 0.4), row(2, "b", 0.1), row(1, "c", -0.9), row(2, "c", 0.3)]
+    names, values = zip(*rounds.portfolio(rows), strict=True)
+    assert names == ("a", "c")
+    assert values == pytest.approx((0.3, 0.4))
+
+
 @pytest.mark.parametrize(("instance", "name"), [(2, "sft-curated"), (0, "grpo"), (5, "sft-hot")])
 def test_a_sample_of_rounds_gives_the_committed_scores(instance: int, name: str) -> None:
     committed = next(
