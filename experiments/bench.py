@@ -14,6 +14,7 @@ from ..inner_trainers.messages import did_you_mean
 
 STEPS, BATCH, RATE = 20, 32, 3e-4
 INSTANCE = 0
+ENDLESS = {"limit": 1e12, "max_rounds": 100_000, "patience": 100_000}
 
 
 def run_bench(name: str, repeats: int) -> dict[str, Any]:
@@ -34,16 +35,12 @@ def bench_round(repeats: int) -> dict[str, Any]:
     The plain side builds a fresh trainer on text rows, which TRL tokenises, and samples with `generate`; both sides
     run in this warm process, interleaved, at the same batch, rate, rows, items and number of samples.
     """
-    import gymnasium as gym
-
-    import posttrain_gym  # noqa: F401 (registers the ids)
-
-    env = gym.make("PostTrain/Recipe-v0", instances=[INSTANCE], reuse=False, budget={"limit": 1e12, "max_rounds": 1000})
+    env = _bench_env()
     base: Any = env.unwrapped
     env.reset(seed=0)
     recipe = base.space.recipe("sft", steps=STEPS, batch_size=BATCH, learning_rate=RATE, start="base")
     action = base.encode_recipe(recipe)
-    plain = _PlainRound(base)
+    plain = _PlainRound(base, recipe)
     env.step(action)
     plain.run()
     ours, theirs = [], []
@@ -62,19 +59,18 @@ def bench_round(repeats: int) -> dict[str, Any]:
 class _PlainRound:
     """The same training and evaluation as a person writes them with TRL and transformers."""
 
-    def __init__(self, env: Any) -> None:
+    def __init__(self, env: Any, recipe: Any) -> None:
         from transformers import AutoTokenizer
+
+        from ..inner_trainers.trl.data import draw_mix
 
         self.task = env.search.task
         self.folder = self.task.base_checkpoint()
         self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
         self.evaluator = env.trainer.evaluator
-        sources = self.task.built.sources
-        per_source = STEPS * BATCH // len(sources)
-        self.rows = []
-        for source in sources.values():
-            rows = list(source.rows["demonstrations"])
-            self.rows += [dict(rows[i % len(rows)]) for i in range(per_source)]
+        rows = {name: source.rows["demonstrations"] for name, source in self.task.built.sources.items()}
+        draw = draw_mix({name: len(r) for name, r in rows.items()}, recipe.mix, STEPS * BATCH, env.search.seed)
+        self.rows = [rows[name][index] for name, index in draw]
 
     def run(self) -> float:
         import tempfile
@@ -140,25 +136,23 @@ class _PlainRound:
 
 def bench_rounds_per_hour(repeats: int) -> dict[str, Any]:
     """Rounds per hour of one process that runs many, against a fresh process per round that imports TRL."""
-    import gymnasium as gym
-
-    import posttrain_gym  # noqa: F401 (registers the ids)
-
-    env = gym.make("PostTrain/Recipe-v0", instances=[INSTANCE], reuse=False, budget={"limit": 1e12, "max_rounds": 1000})
+    env = _bench_env()
     base: Any = env.unwrapped
     env.reset(seed=0)
-    action = base.encode_recipe(
-        base.space.recipe("sft", steps=STEPS, batch_size=BATCH, learning_rate=RATE, start="base")
-    )
+    recipe = base.space.recipe("sft", steps=STEPS, batch_size=BATCH, learning_rate=RATE, start="base")
+    action = base.encode_recipe(recipe)
     env.step(action)
     code = (
-        "import gymnasium as gym, posttrain_gym\n"
-        f"env = gym.make('PostTrain/Recipe-v0', instances=[{INSTANCE}], budget={{'limit': 1e12, 'max_rounds': 1000}})\n"
-        "env.reset(seed=0)\n"
-        "b = env.unwrapped\n"
-        f"a = b.encode_recipe(b.space.recipe('sft', steps={STEPS}, batch_size={BATCH}, learning_rate={RATE}, "
-        "start='base'))\n"
-        "env.step(a)\n"
+        "from posttrain_gym.inner_trainers.recipe import Recipe\n"
+        "from posttrain_gym.inner_trainers.tasks import resolve_task\n"
+        "from posttrain_gym.inner_trainers.trl.trainer import TrlTrainer\n"
+        f"task = resolve_task('letters').instance({INSTANCE})\n"
+        "trainer = TrlTrainer()\n"
+        f"recipe = Recipe.from_dict({recipe.to_dict()!r})\n"
+        "session = trainer.begin(task, recipe, trainer.base(task), 0)\n"
+        "session.advance()\n"
+        "report, checkpoint = session.result()\n"
+        "trainer.evaluate(task, checkpoint, 'validation')\n"
     )
     ours, theirs = [], []
     for _ in range(repeats):
@@ -174,16 +168,7 @@ def bench_rounds_per_hour(repeats: int) -> dict[str, Any]:
 
 def bench_memory(repeats: int) -> dict[str, Any]:
     """Resident memory after round 30 against round 5 of one process, SFT and GRPO in turn; repeats are unused."""
-    import gymnasium as gym
-
-    import posttrain_gym  # noqa: F401 (registers the ids)
-
-    env = gym.make(
-        "PostTrain/Recipe-v0",
-        instances=[INSTANCE],
-        reuse=False,
-        budget={"limit": 1e12, "max_rounds": 1000, "patience": 1000},
-    )
+    env = _bench_env()
     base: Any = env.unwrapped
     env.reset(seed=0)
     resident = []
@@ -222,6 +207,15 @@ BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "round": bench_round,
     "rounds-per-hour": bench_rounds_per_hour,
 }
+
+
+def _bench_env() -> Any:
+    """Return an environment whose episode outlasts any benchmark; equal rounds are trained anew."""
+    import gymnasium as gym
+
+    import posttrain_gym  # noqa: F401 (registers the ids)
+
+    return gym.make("PostTrain/Recipe-v0", instances=[INSTANCE], reuse=False, budget=dict(ENDLESS))
 
 
 def _timed(action: Callable[[], Any]) -> tuple[float, float]:
