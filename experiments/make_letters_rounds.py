@@ -1,4 +1,4 @@
-"""Runs ten recipes on sixteen letters instances, three seeds each: does the best recipe depend on the state?
+"""Runs ten recipes on 21 letters instances, three seeds each: does the best recipe depend on the state?
 
 Writes `experiments/results/letters_rounds.parquet`, the table `letters_rounds.md` and the shortlist of the recipes that
 are best on average, which the `shortlist` heuristic plays. All instances are meta-train instances.
@@ -9,6 +9,7 @@ are best on average, which the `shortlist` heuristic plays. All instances are me
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import math
 import multiprocessing
@@ -41,18 +42,21 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
 }
 """Recipes by name, each one round from the base checkpoint; what is left out takes the default space's middle."""
 
+COST_CAP = 30_000
+"""Train tokens up to which recipes are compared with each other."""
+
 
 @dataclass(frozen=True)
 class Args:
     """Settings of the run.
 
     Attributes:
-        instances: meta-train instance seeds.
+        instances: meta-train instance seeds: the first sixteen, and the next ones until each base has three.
         seeds: round seeds.
         workers: processes.
     """
 
-    instances: tuple[int, ...] = tuple(range(16))
+    instances: tuple[int, ...] = (*range(16), 17, 20, 22, 25, 29)
     seeds: tuple[int, ...] = (0, 1, 2)
     workers: int = 2
 
@@ -94,6 +98,8 @@ def run_instance(instance: int, seeds: Sequence[int], names: Sequence[str] = tup
                     "recipe_name": name,
                     "recipe": json.dumps(recipe.to_dict(), sort_keys=True),
                     "seed": seed,
+                    "base_pass_at_1": _weighted(task, before["test"], "pass_at_1"),
+                    "base_pass_at_k": _weighted(task, before["test"], "pass_at_k"),
                     "base_test_score": before["test"].score,
                     "base_test_error": before["test"].standard_error,
                     "test_score": after.score,
@@ -102,9 +108,21 @@ def run_instance(instance: int, seeds: Sequence[int], names: Sequence[str] = tup
                     "train_tokens": report.training_cost.in_unit("train_tokens"),
                     "flops": report.training_cost.flops,
                     "train_seconds": report.wall_seconds,
+                    "versions": versions(),
                 }
             )
     return rows
+
+
+def _weighted(task: Any, scorecard: Any, column: str) -> float:
+    weights = task.built.benchmark.weights
+    return math.fsum(weights[name] * getattr(entry, column) for name, entry in scorecard.dimensions.items())
+
+
+def versions() -> str:
+    """Return the versions of what decides a round's result."""
+    names = ("torch", "transformers", "trl", "numpy")
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 
 
 def cells(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], tuple[float, float]]:
@@ -136,7 +154,7 @@ def portfolio(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
     """Return (recipe name, mean best gain of the list up to it): the recipes that are best on average, in order.
 
     A search keeps its best checkpoint, so a list is worth the best of its rounds and never less than the base. Each
-    place goes to the recipe that raises the mean of that most, over all instances and seeds; the list ends when none does.
+    place goes to the recipe that raises the mean of that most, over all instances and seeds, until none does.
     """
     gains: dict[str, dict[tuple[int, int], float]] = {}
     for row in rows:
@@ -166,22 +184,31 @@ def shortlist(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"measured_in": "experiments/results/letters_rounds.parquet", "sources": sources, "recipes": played}
 
 
+def mean_cost(rows: Sequence[Mapping[str, Any]], name: str) -> float:
+    """Return the mean training cost of a recipe, in train tokens."""
+    return statistics.mean(row["train_tokens"] for row in rows if row["recipe_name"] == name)
+
+
+def affordable(rows: Sequence[Mapping[str, Any]], algorithm: str) -> list[str]:
+    """Return the recipes of an algorithm that cost at most `COST_CAP` on average."""
+    names = [name for name, recipe in RECIPES.items() if recipe["algorithm"] == algorithm]
+    return [name for name in names if mean_cost(rows, name) <= COST_CAP]
+
+
 def claims(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Return the instances that show each claim, by more than two standard errors of the difference."""
+    """Return the instances that show each claim, by more than two standard errors of the difference.
+
+    The best affordable recipe of each algorithm is compared, so that neither wins by spending more.
+    """
     table = cells(rows)
     instances = sorted({instance for instance, _ in table})
-
-    def best(instance: int, algorithm: str) -> tuple[float, float]:
-        names = [name for name, recipe in RECIPES.items() if recipe["algorithm"] == algorithm]
-        return max(table[instance, name] for name in names)
-
     found: dict[str, list[int]] = {
         "SFT better than GRPO": [],
         "GRPO better than SFT": [],
         "the default recipe hurts": [],
     }
     for instance in instances:
-        sft, grpo = best(instance, "sft"), best(instance, "grpo")
+        sft, grpo = (max(table[instance, n] for n in affordable(rows, algorithm)) for algorithm in ("sft", "grpo"))
         error = math.hypot(sft[1], grpo[1])
         if sft[0] - grpo[0] > 2 * error:
             found["SFT better than GRPO"].append(instance)
@@ -198,16 +225,17 @@ def describe(rows: Sequence[Mapping[str, Any]]) -> str:
     table, names = cells(rows), list(RECIPES)
     instances = sorted({instance for instance, _ in table})
     first = {row["instance"]: row for row in rows}
-    seeds = sorted({row["seed"] for row in rows})
     lines = [
-        "# Ten recipes on sixteen letters instances",
+        f"# {len(names)} recipes on {len(instances)} letters instances",
         "",
-        f"{len(rows)} real rounds, each from the base checkpoint, seeds {_listed(seeds)}. Cells are the mean change of "
-        "the TEST score over seeds ± its standard error (spread between seeds joined with the item errors of both "
-        "scores); bold is the best of a row.",
+        f"{len(rows)} real rounds, each from the base checkpoint, seeds {_listed(sorted({r['seed'] for r in rows}))}. "
+        "Cells are the mean change of the TEST score over seeds ± its standard error (spread between seeds joined with "
+        "the item errors of both scores); bold is the best of a row. pass@1 and pass@8 are the base's, weighted as the "
+        "score is.",
         "",
-        "| instance | base | base score | " + " | ".join(names) + " |",
-        "|---|---|---|" + "---|" * len(names),
+        "| instance | base | score | pass@1 / pass@8 | " + " | ".join(names) + " |",
+        "|---|---|---|---|" + "---|" * len(names),
+        "| | | | train tokens | " + " | ".join(f"{mean_cost(rows, name):,.0f}" for name in names) + " |",
     ]
     for instance in instances:
         values = {name: table[instance, name] for name in names}
@@ -217,32 +245,35 @@ def describe(rows: Sequence[Mapping[str, Any]]) -> str:
             for name, (change, error) in values.items()
         ]
         row = first[instance]
-        lines.append(f"| {instance} | {row['base']} | {row['base_test_score']:.3f} | " + " | ".join(shown) + " |")
+        passes = f"{row['base_pass_at_1']:.2f} / {row['base_pass_at_k']:.2f}"
+        head = f"| {instance} | {row['base']} | {row['base_test_score']:.3f} | {passes} | "
+        lines.append(head + " | ".join(shown) + " |")
     lines += ["", "What it shows, each by more than two standard errors of the difference:", ""]
     for claim, where in claims(rows).items():
-        lines.append(
-            f"- {claim}: {len(where)} of {len(instances)} instances" + (f" ({_listed(where)})." if where else ".")
-        )
+        named = ", ".join(f"{instance} ({first[instance]['base']})" for instance in where)
+        lines.append(f"- {claim}: {len(where)} of {len(instances)} instances{f', {named}' if named else ''}.")
+    sft, grpo = affordable(rows, "sft"), affordable(rows, "grpo")
     lines += [
         "",
-        "Best SFT recipe and best GRPO recipe of the table are compared. They are chosen on the same scores, so with "
-        "five choices each the better of the two is a little flattered.",
+        f"The first two compare the best SFT recipe ({len(sft)} of them) with the best GRPO recipe ({len(grpo)}) among "
+        f"those that cost at most {COST_CAP:,} train tokens. The best is chosen on the same scores, which flatters it a "
+        f"little, SFT more than GRPO; and of {len(instances)} tests at two standard errors one is expected to pass by "
+        "chance in twenty.",
         "",
         "Mean normalised gain over all instances, best first: "
         + ", ".join(f"{name} {gain:+.3f}" for name, gain in ranked_recipes(rows))
         + ".",
         "",
-        "The `shortlist` heuristic plays the list whose best round is best on average; after each recipe, the mean best "
-        "normalised gain of the list so far: "
-        + ", ".join(f"{name} {gain:+.3f}" for name, gain in portfolio(rows))
-        + ".",
+        "The `shortlist` heuristic plays the list whose best round is best on average. Mean best normalised gain of the "
+        "list after each recipe: " + ", ".join(f"{name} {gain:+.3f}" for name, gain in portfolio(rows)) + ".",
         "",
         "What it does not show: rounds after the first, other seeds of the family, or models of another size.",
         "",
         "The hidden qualities of each instance's sources are in the Parquet file (`hidden`); no policy sees them.",
         "",
-        "Command: `python -m posttrain_gym.experiments.make_letters_rounds`, from the repository root. CPU, one thread "
-        f"per process; {sum(row['train_seconds'] for row in rows) / 60:.0f} minutes of training in all.",
+        "Command: `python -m posttrain_gym.experiments.make_letters_rounds`, from the repository root. Two x86-64 cores, "
+        f"one thread per process, no GPU; {sum(row['train_seconds'] for row in rows) / 60:.0f} minutes of training in "
+        f"all, on a shared machine. Versions: {rows[0]['versions']}.",
         "",
     ]
     return "\n".join(lines)
