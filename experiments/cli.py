@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import __version__
+from .progress import ProgressDisplay, console, episode_line, plain
 
 if TYPE_CHECKING:
-    from .comparison import Comparison, EpisodeResult
+    from .comparison import Comparison
     from .settings import EnvSettings
-    from .train import RoundEvent
 
 app = typer.Typer(
     help="LLM post-training as a Gymnasium environment: one step is one real training round.",
@@ -26,9 +26,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
 INTERRUPTED = 130
+DEBUG = "POSTTRAIN_GYM_DEBUG"
+"""Environment variable that shows the traceback behind an error."""
 
 Task = Annotated[str, typer.Option("--task", help="Built-in family, or module:Class of your own task.")]
 Limit = Annotated[float, typer.Option("--budget", help="Budget of one episode, in --unit.")]
@@ -50,16 +51,18 @@ def main() -> None:
     """Run the command line; errors a person can act on are one paragraph and exit code 2."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads collapse on a shared machine
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    sys.path.insert(0, os.getcwd())  # module:Class of a person's own folder
+    sys.path.append(os.getcwd())  # module:Class of a person's own folder
     try:
         app()
     except (ValueError, RuntimeError, OSError) as error:
-        errors.print(f"[bold red]error[/]: {_plain(str(error))}", soft_wrap=True)
+        if os.environ.get(DEBUG):
+            raise
+        errors.print(f"[bold red]error[/]: {plain(str(error))}", soft_wrap=True)
         raise SystemExit(2) from None
     except SystemExit as stop:
         if stop.code == INTERRUPTED:  # typer turns Ctrl-C into this code without a word
             errors.print(
-                "interrupted: finished rounds are kept; run the same command again (train: with --resume) to go on.",
+                "interrupted; train (with --resume), compare and demo go on where they were: finished rounds are kept.",
                 soft_wrap=True,
             )
         raise
@@ -84,7 +87,7 @@ def demo(
     from .demo import DemoSettings, run_demo
 
     settings = DemoSettings(train_rounds=rounds, instances=instances, seeds=seeds, seed=seed)
-    with _Progress() as progress:
+    with ProgressDisplay() as progress:
         report, comparison = run_demo(
             settings,
             out,
@@ -120,9 +123,9 @@ def train(
     from .train import train as run
 
     sb3_algorithm(algo)
-    environment = _environment(task, "train", "", budget, unit, max_rounds, patience, price, samples, devices)
+    environment = _environment(task, "train", budget, unit, max_rounds, patience, price, samples, devices)
     settings = TrainSettings(environment, algo, rounds, envs, seed)
-    with _Progress() as progress:
+    with ProgressDisplay() as progress:
         progress.stage(f"training {algo} on {task}: {rounds} decisions, {envs} environment(s), run folder {out}")
         policy, episodes = run(settings, out, resume=resume, on_round=progress.round)
     console.print(f"policy: {policy}  ({len(episodes)} episodes)")
@@ -132,7 +135,7 @@ def train(
 
 @app.command()
 def evaluate(
-    policy: Annotated[str, typer.Argument(help="Heuristic by name, or the .zip of a trained policy.")],
+    policy: Annotated[str, typer.Argument(help="Heuristic by name, fixed:FILE.yaml, or the .zip of a trained policy.")],
     task: Task = "letters",
     instances: Instances = "",
     seeds: Seeds = "0",
@@ -148,24 +151,27 @@ def evaluate(
     """Run one policy on meta-test instances and print what it reached on test items."""
     from ..meta_policies.catalogue import check_policy_name
     from .comparison import summarise
-    from .episodes import run_named_episode
+    from .episodes import policy_labels, run_named_episode
 
     check_policy_name(policy)
-    environment = _environment(task, "test", "", budget, unit, max_rounds, patience, price, samples, devices)
+    (label,) = policy_labels([policy])
+    environment = _environment(task, "test", budget, unit, max_rounds, patience, price, samples, devices)
     results = []
     for instance in _instances(environment, instances):
         for seed in _integers("seeds", seeds):
-            result = run_named_episode(environment, policy, instance, seed)
+            result = run_named_episode(environment, policy, instance, seed, name=label)
             results.append(result)
             if not as_json:
-                console.print(_episode_line(result))
+                console.print(episode_line(result))
     comparison = summarise(results)
     _print_json(comparison) if as_json else _print_comparison(comparison)
 
 
 @app.command()
 def compare(
-    policies: Annotated[list[str], typer.Argument(help="Heuristics by name, trained policies by .zip file.")],
+    policies: Annotated[
+        list[str], typer.Argument(help="Heuristics by name, recipes as fixed:FILE.yaml, trained policies by .zip file.")
+    ],
     out: Annotated[Path, typer.Option(help="Result folder; an interrupted comparison goes on in it.")],
     task: Task = "letters",
     instances: Instances = "",
@@ -184,12 +190,14 @@ def compare(
     """Run policies on the same unseen instances, seeds and budget; print gains and regrets with intervals."""
     from ..inner_trainers.telemetry import machine_facts
     from .compare import compare as run
-    from .episodes import policy_label
     from .report import write_report
 
-    environment = _environment(task, "test", "", budget, unit, max_rounds, patience, price, samples, devices)
+    environment = _environment(task, "test", budget, unit, max_rounds, patience, price, samples, devices)
     chosen, repeats = _instances(environment, instances), _integers("seeds", seeds)
-    with _Progress(quiet=as_json) as progress:
+    seen = [instance for instance in chosen if instance in environment.family().train_seeds]
+    if seen and not as_json:
+        console.print(f"note: meta-training may have drawn these instances: {', '.join(map(str, seen))}")
+    with ProgressDisplay(quiet=as_json) as progress:
         comparison = run(
             environment,
             policies,
@@ -197,13 +205,14 @@ def compare(
             repeats,
             out,
             workers=workers,
-            reference=policy_label(reference) if reference else None,
+            reference=reference or None,
             on_episode=progress.episode,
         )
     facts = {
         "environment": environment.to_dict(),
         "instances": chosen,
         "seeds": repeats,
+        "instances that meta-training may have drawn": seen or "none",
         "workers": workers,
         "machine": machine_facts(),
     }
@@ -303,65 +312,9 @@ def bench(
         console.print_json(data=result)
 
 
-class _Progress:
-    """Live progress on a terminal, plain lines elsewhere."""
-
-    def __init__(self, quiet: bool = False) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self._quiet = quiet
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=console,
-            disable=quiet or not console.is_terminal,
-            transient=True,
-        )
-        self._task: Any = None
-
-    def __enter__(self) -> _Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def stage(self, text: str) -> None:
-        """Say which stage begins."""
-        self._line(f"[bold]{_plain(text)}[/]")
-        if self._task is not None:
-            self._bar.remove_task(self._task)
-            self._task = None
-
-    def round(self, event: RoundEvent) -> None:
-        """Show one decision of meta-training."""
-        left = "" if event.seconds_left is None else f"about {_minutes(event.seconds_left)} left"
-        shown = event.describe() + ("  (from the journal)" if event.replayed else "")
-        self._line(_plain(shown if console.is_terminal else f"{shown}  {left}"))
-        self._advance("rounds", event.number, event.total, left)
-
-    def episode(self, done: int, total: int, result: EpisodeResult) -> None:
-        """Show one finished episode of a comparison."""
-        self._line(_plain(f"{done:4d}/{total}  {_episode_line(result)}"))
-        self._advance("episodes", done, total, "")
-
-    def _advance(self, description: str, done: int, total: int, note: str) -> None:
-        if self._task is None:
-            self._task = self._bar.add_task(description, total=total, note=note)
-        self._bar.update(self._task, completed=done, note=note)
-
-    def _line(self, text: str) -> None:
-        if not self._quiet:
-            self._bar.console.print(text, soft_wrap=True)
-
-
 def _environment(
     task: str,
     split: str,
-    instances: str,
     budget: float,
     unit: str,
     max_rounds: int,
@@ -385,7 +338,6 @@ def _environment(
     return EnvSettings(
         task=task,
         split=split,
-        instances=tuple(_integers("instances", instances)) if instances else (),
         budget=Budget(budget, unit, max_rounds, patience),
         price=price,
         evaluator=evaluator,
@@ -427,7 +379,7 @@ def _print_comparison(comparison: Comparison) -> None:
         )
     console.print(_table(list(rows[0]), rows))
     for sentence in verdicts(comparison):
-        console.print(_plain(sentence), soft_wrap=True)
+        console.print(plain(sentence), soft_wrap=True)
 
 
 def _estimate(estimate: Any) -> str:
@@ -441,24 +393,15 @@ def _print_json(comparison: Comparison) -> None:
 
 
 def _print_round(result: dict[str, Any]) -> None:
-    console.print(f"recipe   {_plain(json.dumps(result['recipe']))}")
+    console.print(f"recipe   {plain(json.dumps(result['recipe']))}")
     console.print(f"ended    {result['ended']} after {result['steps']} steps")
     if result["failure"] is not None:
-        console.print(f"failure  {_plain(json.dumps(result['failure']))}")
+        console.print(f"failure  {plain(json.dumps(result['failure']))}")
     for split, scores in result["scores"].items():
         before = f"{scores['before']:.3f} ± {scores['before_error']:.3f}"
         console.print(f"{split:<11}{before} -> {scores['after']:.3f} ± {scores['after_error']:.3f}")
     for flag in result["flags"]:
-        console.print(f"flag     {_plain(flag)}")
-
-
-def _episode_line(result: EpisodeResult) -> str:
-    failed = sum(result.failures.values())
-    return (
-        f"instance {result.instance} seed {result.seed} {result.policy}: test {result.base_score:.3f} -> "
-        f"{result.final_score:.3f} ± {result.final_error:.3f}, {result.rounds} rounds, "
-        f"{result.budget_used:.0%} of the budget{f', {failed} failed' if failed else ''}"
-    )
+        console.print(f"flag     {plain(flag)}")
 
 
 def _table(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> Table:
@@ -470,18 +413,8 @@ def _table(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def _minutes(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-
-
 def _span(seeds: range) -> str:
     return f"{seeds.start} to {seeds.stop - 1}"
-
-
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
 
 
 def _command() -> str:

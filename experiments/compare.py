@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -11,10 +12,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..meta_policies.catalogue import check_policy_name
+from .. import __version__
+from ..inner_trainers.messages import did_you_mean
+from ..meta_policies.catalogue import check_policy_name, policy_file
+from ..meta_policies.files import file_digest
 from .comparison import Comparison, EpisodeResult, RoundRecord, summarise, to_json, write_atomically, write_parquet
-from .episodes import policy_label, run_named_episode
+from .episodes import policy_labels, run_named_episode
 from .settings import EnvSettings
+from .workers import end_with_parent
+
+Job = tuple[tuple[str, str], int, int]
+"""(policy, label), instance, seed."""
 
 
 def compare(
@@ -30,7 +38,7 @@ def compare(
 ) -> Comparison:
     """Run every policy on every instance and seed, and write episodes, summary and figures to ``out``.
 
-    Each finished episode is on disk at once; a second call with the same folder runs only what is missing.
+    Each finished round is on disk at once; a second call with the same folder runs only what is missing.
 
     Args:
         settings: the environment, the same for every policy.
@@ -39,7 +47,7 @@ def compare(
         seeds: episode seeds.
         out: result folder.
         workers: processes; each imports TRL once and runs many episodes.
-        reference: policy that others are compared with; None for the first.
+        reference: policy that others are compared with, by name or label; None for the first.
         on_episode: called with (done, total, result) after each episode.
 
     Raises:
@@ -48,42 +56,73 @@ def compare(
     """
     for name in policies:
         check_policy_name(name)
-    labels = [policy_label(name) for name in policies]
+    labels = policy_labels(policies)
+    held_against = _reference(reference, policies, labels)
     for kind, values in (("policy", labels), ("instance", list(instances)), ("seed", list(seeds))):
         repeated = sorted({str(v) for v in values if list(values).count(v) > 1})
         if repeated or not values:
             raise ValueError(f"compare: each {kind} once, at least one; got {values}.")
+    facts = comparison_settings(settings, policies, labels, instances)
     out.mkdir(parents=True, exist_ok=True)
-    check_settings_file(out / "compare.json", comparison_settings(settings, policies))
-    jobs = [(p, i, s) for i in instances for s in seeds for p in policies]
-    results: dict[tuple[str, int, int], EpisodeResult] = {}
+    check_settings_file(out / "compare.json", facts, ignore=("content", "trained"))
+    jobs = [(p, i, s) for i in instances for s in seeds for p in zip(policies, labels, strict=True)]
+    results: dict[Job, EpisodeResult] = {}
     for job in jobs:
-        stored = _episode_path(out, *job)
+        stored = _episode_path(out, job)
         if stored.exists():
             results[job] = _read_episode(stored)
     missing = [job for job in jobs if job not in results]
-    for job, result in _run(settings, missing, workers):
+    for job, result in _run(settings, missing, out, workers):
         results[job] = result
-        write_atomically(_episode_path(out, *job), json.dumps(asdict(result)).encode())
+        write_atomically(_episode_path(out, job), json.dumps(asdict(result)).encode())
+        shutil.rmtree(_journal_path(out, job), ignore_errors=True)  # its rounds are in the episode's file
         if on_episode is not None:
             on_episode(len(results), len(jobs), result)
     episodes = [results[job] for job in jobs]
-    comparison = summarise(episodes, reference=reference if reference is not None else labels[0])
+    comparison = summarise(episodes, reference=held_against)
     write_parquet(episodes, out)
     write_atomically(out / "comparison.json", to_json(comparison).encode())
     return comparison
 
 
-def comparison_settings(settings: EnvSettings, policies: Sequence[str]) -> dict[str, Any]:
-    """Return what must be equal for two comparisons to share a folder; a retrained policy file counts as another."""
-    from ..meta_policies.sb3 import file_digest
+def comparison_settings(
+    settings: EnvSettings, policies: Sequence[str], labels: Sequence[str], instances: Sequence[int]
+) -> dict[str, Any]:
+    """Return what must be equal for two comparisons to share a folder.
 
-    files = {policy_label(p): file_digest(p) for p in policies if p.endswith(".zip")}
-    return {"environment": settings.to_dict(), "trained": files}
+    ``content`` (instance -> hash of its data, items and base weights) and ``trained`` (label -> hash of the file) may
+    grow by new entries, but an entry that is there must not change: an edited data file or a retrained policy is
+    another comparison.
+    """
+    family = settings.family()
+    return {
+        "environment": settings.to_dict(),
+        "version": __version__,
+        "content": {str(instance): family.instance(instance).built.content_hash for instance in instances},
+        "trained": {
+            label: file_digest(file)
+            for policy, label in zip(policies, labels, strict=True)
+            if (file := policy_file(policy)) is not None
+        },
+    }
+
+
+def _reference(reference: str | None, policies: Sequence[str], labels: Sequence[str]) -> str:
+    if reference is None:
+        return labels[0]
+    for policy, label in zip(policies, labels, strict=True):
+        if reference in (policy, label):
+            return label
+    raise ValueError(f"reference: {reference!r} is not among the compared policies.{did_you_mean(reference, labels)}")
 
 
 def check_settings_file(path: Path, settings: Mapping[str, Any], ignore: Sequence[str] = ()) -> None:
     """Write the settings beside a run's results, or refuse a folder that was made with others.
+
+    Args:
+        path: the settings file.
+        settings: plain data.
+        ignore: top-level keys that may change; of a mapping among them, entries may be added and none may change.
 
     Raises:
         ValueError: names each differing key with both values.
@@ -94,7 +133,16 @@ def check_settings_file(path: Path, settings: Mapping[str, Any], ignore: Sequenc
             stored = json.loads(path.read_text())
         except ValueError as error:
             raise ValueError(f"{path}: damaged ({error}); use a new folder, or restore the file.") from error
-        differences = [d for d in _differences(stored, plain) if d.split(":")[0] not in ignore]
+        if not isinstance(stored, dict):
+            raise ValueError(f"{path}: damaged (no mapping); use a new folder, or restore the file.")
+        for key in ignore:
+            old, new = stored.get(key), plain.get(key)
+            if isinstance(old, dict) and isinstance(new, dict):
+                plain[key] = {**old, **new}
+                stored[key] = {**{k: v for k, v in plain[key].items() if k not in old}, **old}
+            else:
+                stored[key] = new
+        differences = list(_differences(stored, plain))
         if differences:
             raise ValueError(
                 f"{path.parent}: it was made with other settings; {'; '.join(differences)}. "
@@ -111,34 +159,48 @@ def _differences(stored: Any, given: Any, prefix: str = "") -> Iterator[str]:
         yield f"{prefix}: {stored!r} there, {given!r} now"
 
 
-def _run(
-    settings: EnvSettings, jobs: Sequence[tuple[str, int, int]], workers: int
-) -> Iterator[tuple[tuple[str, int, int], EpisodeResult]]:
+def _run(settings: EnvSettings, jobs: Sequence[Job], out: Path, workers: int) -> Iterator[tuple[Job, EpisodeResult]]:
+    def arguments(job: Job, worker: int) -> tuple[Any, ...]:
+        (policy, label), instance, seed = job
+        return settings, policy, instance, seed, worker, label, _journal_path(out, job)
+
     if workers <= 1 or len(jobs) <= 1:
-        for policy, instance, seed in jobs:
-            yield (policy, instance, seed), run_named_episode(settings, policy, instance, seed)
+        for job in jobs:
+            yield job, run_job(*arguments(job, 0))
         return
     # Spawned, never forked: a fork copies CUDA's state and every lock that a thread of ours may hold.
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=end_with_parent)
     try:
-        futures = {
-            pool.submit(run_named_episode, settings, policy, instance, seed, index % workers): (policy, instance, seed)
-            for index, (policy, instance, seed) in enumerate(jobs)
-        }
+        futures = {pool.submit(run_job, *arguments(job, i % workers)): job for i, job in enumerate(jobs)}
         for future in as_completed(futures):
             yield futures[future], future.result()
     except BrokenProcessPool as error:
         raise RuntimeError(
-            "a worker process died (out of memory, or ended from outside); finished episodes are kept, "
+            "a worker process died (out of memory, or ended from outside); finished rounds are kept, "
             "run the same command again to go on, perhaps with fewer --workers."
         ) from error
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _episode_path(out: Path, policy: str, instance: int, seed: int) -> Path:
-    label = "".join(c if c.isalnum() or c in "-_" else "_" for c in policy_label(policy))
-    return out / "episodes" / f"{label}-{instance}-{seed}.json"
+def run_job(
+    settings: EnvSettings, policy: str, instance: int, seed: int, worker: int, label: str, journal: Path
+) -> EpisodeResult:
+    """Run one episode of a comparison; a spawn target."""
+    return run_named_episode(settings, policy, instance, seed, worker, name=label, journal=journal)
+
+
+def _job_name(job: Job) -> str:
+    (_, label), instance, seed = job
+    return f"{''.join(c if c.isalnum() or c in '-_' else '_' for c in label)}-{instance}-{seed}"
+
+
+def _episode_path(out: Path, job: Job) -> Path:
+    return out / "episodes" / f"{_job_name(job)}.json"
+
+
+def _journal_path(out: Path, job: Job) -> Path:
+    return out / "running" / _job_name(job)
 
 
 def _read_episode(path: Path) -> EpisodeResult:

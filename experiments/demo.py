@@ -61,7 +61,15 @@ def run_demo(
     run = TrainSettings(environment, settings.algo, settings.train_rounds, workers, settings.seed)
     folder = out / "train"
     on_stage(f"1/3 meta-training: {settings.algo} on {settings.train_rounds} decisions, each a real TRL round")
-    policy, episodes = train(run, folder, resume=(folder / "run.json").exists(), on_round=on_round)
+    replayed = 0
+
+    def note(event: RoundEvent) -> None:
+        nonlocal replayed
+        replayed += event.replayed
+        if on_round is not None:
+            on_round(event)
+
+    policy, episodes = train(run, folder, resume=(folder / "run.json").exists(), on_round=note)
     trained_seconds = time.perf_counter() - began
 
     from ..inner_trainers.tasks import resolve_task
@@ -81,13 +89,14 @@ def run_demo(
         "seeds": seeds,
         "workers": workers,
         "machine": machine_facts(),
-        "wall_seconds": round(time.perf_counter() - began, 1),
+        "wall_seconds of this call": round(time.perf_counter() - began, 1),
+        "rounds this call took from earlier ones": replayed,
     }
     training = {
         "rows": episodes,
         "algorithm": settings.algo,
         "decisions": settings.train_rounds,
         "seed": settings.seed,
-        "wall_seconds": round(trained_seconds, 1),
+        "wall_seconds of this call": round(trained_seconds, 1),
     }
     return write_report(out, comparison, training, facts, command), comparison

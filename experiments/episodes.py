@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 
-from ..envs.post_training import describe_round
-from ..inner_trainers.base import Scorecard
-from ..meta_policies.catalogue import load_policy
+from ..envs.journal import Journal
+from ..envs.post_training import PostTrainingEnv, describe_round
+from ..inner_trainers.base import InnerTrainer, Scorecard
+from ..meta_policies.catalogue import FIXED_PREFIX, load_policy, policy_file
 from .comparison import EpisodeResult, RoundRecord
 from .comparison import normalised as normalised_gain
 from .settings import EnvSettings, recipe_env
@@ -24,6 +29,7 @@ def run_episode(
     instance: int,
     seed: int,
     deterministic: bool = True,
+    journal: Journal | None = None,
     on_round: Callable[[str], None] | None = None,
 ) -> EpisodeResult:
     """Run an episode to its end.
@@ -35,18 +41,20 @@ def run_episode(
         policy: anything with SB3's `predict`.
         name: what the result calls the policy.
         instance: instance seed.
-        seed: seed of the episode; equal seeds give every policy the same round seeds.
+        seed: repetition; with the instance it decides the episode's seed, the same for every policy.
         deterministic: passed to `predict`.
+        journal: the environment's journal; test scores are kept there too, so that a repeated episode needs no weights
+            that only they would need.
         on_round: called with a line about each round.
     """
     base = recipe_env(env)
-    observation, _ = env.reset(seed=seed, options={"instance": instance})
+    observation, _ = env.reset(seed=episode_seed(instance, seed), options={"instance": instance})
     search = base.search
-    base_test = _test_score(base)
+    base_test = _test_score(base, journal)
     best_test, best_id = base_test, search.checkpoints["best"].id
     trajectory: list[RoundRecord] = []
     state: Any = None
-    takes_masks = hasattr(type(policy), "predict") and "action_masks" in type(policy).predict.__code__.co_varnames
+    takes_masks = "action_masks" in inspect.signature(policy.predict).parameters
     over = search.ended() is not None
     while not over:
         extra = {"action_masks": env.get_wrapper_attr("action_masks")()} if takes_masks else {}
@@ -58,7 +66,7 @@ def run_episode(
             continue
         outcome = search.outcomes[-1]
         if search.checkpoints["best"].id != best_id:
-            best_test, best_id = _test_score(base), search.checkpoints["best"].id
+            best_test, best_id = _test_score(base, journal), search.checkpoints["best"].id
         line = describe_round(len(search.outcomes), outcome)
         report = outcome.report
         trajectory.append(
@@ -94,27 +102,63 @@ def run_episode(
     )
 
 
+def episode_seed(instance: int, seed: int) -> int:
+    """Return the seed of one episode: independent between instances, so that repetitions are independent units."""
+    return int(np.random.SeedSequence([seed, instance]).generate_state(1)[0])
+
+
 def run_named_episode(
-    settings: EnvSettings, policy: str, instance: int, seed: int, worker: int = 0, deterministic: bool = True
+    settings: EnvSettings,
+    policy: str,
+    instance: int,
+    seed: int,
+    worker: int = 0,
+    *,
+    name: str | None = None,
+    journal: Path | None = None,
 ) -> EpisodeResult:
-    """Build the environment and the policy of a name and run one episode; a spawn target."""
-    env = settings.build(worker)
-    chosen, wrapped = load_policy(policy, env, seed)
+    """Build the environment and the policy of a name and run one episode; a spawn target.
+
+    Args:
+        settings: the environment.
+        policy: what `load_policy` takes.
+        instance: instance seed.
+        seed: repetition.
+        worker: number of the process, which decides its device.
+        name: what the result calls the policy; None for ``policy``.
+        journal: folder of the episode's finished rounds; a second call takes them from there.
+    """
+    key = (json.dumps(settings.to_dict(), sort_keys=True), worker)
+    if key not in _TRAINERS:
+        _TRAINERS.clear()  # one trainer stays in memory: its models and tokenised rows serve the next episode
+        _TRAINERS[key] = settings.trainer(worker)
+    written = None if journal is None else Journal(journal)
+    env = settings.build(worker, written, _TRAINERS[key])
+    chosen, wrapped = load_policy(policy, env, episode_seed(instance, seed))
     try:
-        return run_episode(
-            wrapped, chosen, name=policy_label(policy), instance=instance, seed=seed, deterministic=deterministic
-        )
+        return run_episode(wrapped, chosen, name=name or policy, instance=instance, seed=seed, journal=written)
     finally:
         wrapped.close()
 
 
-def policy_label(policy: str) -> str:
-    """Return what tables call a policy: a heuristic's name, or ``trained (folder)`` for a file."""
-    if not policy.endswith(".zip"):
-        return policy
-    from pathlib import Path
+_TRAINERS: dict[tuple[str, int], InnerTrainer] = {}
 
-    return f"trained ({Path(policy).resolve().parent.name})"
+
+def policy_labels(policies: Sequence[str]) -> list[str]:
+    """Return what tables call each policy: a heuristic's name, or a file's path as far as it tells files apart."""
+    parts = {p: file.resolve().with_suffix("").parts for p in policies if (file := policy_file(p)) is not None}
+    labels = []
+    for policy in policies:
+        if policy not in parts:
+            labels.append(policy)
+            continue
+        own, others = parts[policy], [other for name, other in parts.items() if name != policy]
+        depth = 2 if own[-1] == "policy" else 1  # every trained run calls its file policy.zip
+        while depth < len(own) and any(other[-depth:] == own[-depth:] for other in others):
+            depth += 1
+        kind = "fixed" if policy.startswith(FIXED_PREFIX) else "trained"
+        labels.append(f"{kind} ({'/'.join(own[-depth:]).removesuffix('/policy')})")
+    return labels
 
 
 def describe_recipe(recipe: dict[str, Any]) -> str:
@@ -126,6 +170,14 @@ def describe_recipe(recipe: dict[str, Any]) -> str:
     )
 
 
-def _test_score(base: Any) -> Scorecard:
-    scorecard: Scorecard = base.trainer.evaluate(base.search.task, base.search.weights_of("best"), "test")[0]
+def _test_score(base: PostTrainingEnv, journal: Journal | None) -> Scorecard:
+    """Return the best checkpoint's test scores, from the journal where they were written down."""
+    search = base.search
+    key = f"test.{search.checkpoints['best'].id}"
+    entry = None if journal is None else journal.entry(key)
+    if entry is not None:
+        return Scorecard.from_dict(entry["scorecard"])
+    scorecard = base.trainer.evaluate(search.task, search.weights_of("best"), "test")[0]
+    if journal is not None:
+        journal.append(key, {"scorecard": scorecard.to_dict()})
     return scorecard

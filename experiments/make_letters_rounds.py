@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..envs.decision_space import DecisionSpace
+from ..inner_trainers.base import DimensionScore
 from ..inner_trainers.recipe import Recipe
 from .comparison import normalised, write_atomically
 
@@ -115,8 +116,9 @@ def run_instance(instance: int, seeds: Sequence[int], names: Sequence[str] = tup
 
 
 def _weighted(task: Any, scorecard: Any, column: str) -> float:
-    weights = task.built.benchmark.weights
-    return math.fsum(weights[name] * getattr(entry, column) for name, entry in scorecard.dimensions.items())
+    weights: Mapping[str, float] = task.built.benchmark.weights
+    dimensions: Mapping[str, DimensionScore] = scorecard.dimensions
+    return math.fsum(weights[name] * float(getattr(entry, column)) for name, entry in dimensions.items())
 
 
 def versions() -> str:
@@ -256,24 +258,25 @@ def describe(rows: Sequence[Mapping[str, Any]]) -> str:
     lines += [
         "",
         f"The first two compare the best SFT recipe ({len(sft)} of them) with the best GRPO recipe ({len(grpo)}) among "
-        f"those that cost at most {COST_CAP:,} train tokens. The best is chosen on the same scores, which flatters it a "
-        f"little, SFT more than GRPO; and of {len(instances)} tests at two standard errors one is expected to pass by "
-        "chance in twenty.",
+        f"those that cost at most {COST_CAP:,} train tokens. The best is chosen on the same scores, which flatters it "
+        f"a little, SFT more than GRPO; and of {len(instances)} tests at two standard errors about one in "
+        "twenty passes by chance.",
         "",
         "Mean normalised gain over all instances, best first: "
         + ", ".join(f"{name} {gain:+.3f}" for name, gain in ranked_recipes(rows))
         + ".",
         "",
-        "The `shortlist` heuristic plays the list whose best round is best on average. Mean best normalised gain of the "
-        "list after each recipe: " + ", ".join(f"{name} {gain:+.3f}" for name, gain in portfolio(rows)) + ".",
+        "The `shortlist` heuristic plays the list whose best round is best on average. Mean best normalised gain of "
+        "the list after each recipe: " + ", ".join(f"{name} {gain:+.3f}" for name, gain in portfolio(rows)) + ".",
         "",
         "What it does not show: rounds after the first, other seeds of the family, or models of another size.",
         "",
         "The hidden qualities of each instance's sources are in the Parquet file (`hidden`); no policy sees them.",
         "",
-        "Command: `python -m posttrain_gym.experiments.make_letters_rounds`, from the repository root. Two x86-64 cores, "
-        f"one thread per process, no GPU; {sum(row['train_seconds'] for row in rows) / 60:.0f} minutes of training in "
-        f"all, on a shared machine. Versions: {rows[0]['versions']}.",
+        "Command: `python -m posttrain_gym.experiments.make_letters_rounds`, from the repository root. Two x86-64 "
+        "cores, one thread per process, no GPU; "
+        f"{sum(row['train_seconds'] for row in rows) / 60:.0f} minutes of training in all, on a shared machine. "
+        f"Versions: {rows[0]['versions']}.",
         "",
     ]
     return "\n".join(lines)

@@ -115,8 +115,8 @@ def verdicts(comparison: Comparison) -> list[str]:
     """Returns what the figures allow to be said, as plain sentences: one summary, then one for each policy.
 
     A difference counts as shown when the interval of the paired difference to the reference excludes zero and rests
-    on at least five seeds per instance (or instances, where these are what the bootstrap redraws). With fewer the
-    percentile bootstrap is too narrow and the difference is called a hint.
+    on at least `FEW_UNITS` seeds per instance (or instances, where these are what the bootstrap redraws). With fewer
+    the percentile bootstrap is too narrow and the difference is called a hint.
     """
     reference = comparison.policy(comparison.reference)
     others = [summary for summary in comparison.policies if summary.policy != comparison.reference]

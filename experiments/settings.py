@@ -11,6 +11,8 @@ import gymnasium as gym
 from ..envs.budget import Budget
 from ..envs.journal import Journal
 from ..envs.post_training import PostTrainingEnv
+from ..inner_trainers.base import InnerTrainer
+from ..inner_trainers.tasks import TaskFamily, resolve_task
 
 
 @dataclass(frozen=True)
@@ -39,29 +41,40 @@ class EnvSettings:
         """Return the device of a worker: devices are dealt in turn, so 4 workers on 2 get 0, 1, 0, 1."""
         return self.devices[worker % len(self.devices)] if self.devices else "auto"
 
-    def build(self, worker: int = 0, journal: Journal | None = None) -> gym.Env[Any, Any]:
-        """Return the environment of one worker."""
+    def family(self) -> TaskFamily:
+        """Return the task family."""
+        return resolve_task(self.task)
+
+    def trainer(self, worker: int = 0) -> InnerTrainer:
+        """Return the trainer of one worker: the task's own, or TRL on the worker's device."""
+        family = self.family()
+        own = family.instance(self._seeds(family)[0]).trainer()
+        if own is not None:
+            return own
         from ..inner_trainers.evaluation import Evaluator
-        from ..inner_trainers.tasks import resolve_task
+        from ..inner_trainers.trl.trainer import TrlTrainer
 
-        family = resolve_task(self.task)
-        seeds = self.instances or tuple(family.train_seeds if self.split == "train" else family.test_seeds)
-        trainer = family.instance(seeds[0]).trainer()
-        if trainer is None:
-            from ..inner_trainers.trl.trainer import TrlTrainer
+        return TrlTrainer(Evaluator(**self.evaluator), device=self.device_of(worker))
 
-            trainer = TrlTrainer(Evaluator(**self.evaluator), device=self.device_of(worker))
+    def build(
+        self, worker: int = 0, journal: Journal | None = None, trainer: InnerTrainer | None = None
+    ) -> gym.Env[Any, Any]:
+        """Return the environment of one worker, on a trainer that is in memory already if one is given."""
+        family = self.family()
         env: gym.Env[Any, Any] = gym.make(
             "PostTrain/Recipe-v0",
             task=family,
             split=self.split,
-            instances=seeds,
-            trainer=trainer,
+            instances=self._seeds(family),
+            trainer=self.trainer(worker) if trainer is None else trainer,
             budget=self.budget,
             price=self.price,
             journal=journal,
         )
         return env
+
+    def _seeds(self, family: TaskFamily) -> tuple[int, ...]:
+        return self.instances or tuple(family.train_seeds if self.split == "train" else family.test_seeds)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""

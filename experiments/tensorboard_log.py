@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,26 +18,28 @@ class CurveWriter:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        self._folder = Path(folder)
+        self._seen = _existing_points(self._folder)
+        self._writer: Any = None
 
-        self._seen = _existing_points(Path(folder))
-        self._writer: Any = SummaryWriter(str(folder), flush_secs=3600, max_queue=10_000)
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        """Write the scalars of one step; TensorBoard marks values that are not finite."""
+        new = {tag: value for tag, value in values.items() if (tag, step) not in self._seen}
+        if not new:
+            return
+        if self._writer is None:  # a resumed run with nothing new leaves no file behind
+            from torch.utils.tensorboard import SummaryWriter
 
-    def write(self, values: Mapping[str, float], step: int, wall_time: float | None = None) -> None:
-        """Write scalars of one step; values that are not finite are left out, as TensorBoard cannot show them."""
-        wrote = False
-        for tag, value in values.items():
-            if (tag, step) in self._seen or not math.isfinite(value):
-                continue
+            self._writer = SummaryWriter(str(self._folder), flush_secs=3600, max_queue=10_000)
+        for tag, value in new.items():
             self._seen.add((tag, step))
-            self._writer.add_scalar(tag, value, step, walltime=wall_time)
-            wrote = True
-        if wrote:
-            self._writer.flush()
+            self._writer.add_scalar(tag, value, step)
+        self._writer.flush()
 
     def close(self) -> None:
         """Close the event file."""
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 def _existing_points(folder: Path) -> set[tuple[str, int]]:

@@ -7,17 +7,18 @@ milliseconds, so the trained policy is the one an unbroken run would have given.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import multiprocessing
 import signal
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
+import torch
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import KVWriter, Logger
 from stable_baselines3.common.monitor import Monitor
@@ -26,10 +27,11 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 from ..envs.journal import Journal
 from ..meta_policies.sb3 import make_model, save_policy, sb3_algorithm, wrap_for
 from .compare import check_settings_file
-from .comparison import write_atomically
+from .comparison import normalised, write_atomically
 from .episodes import describe_recipe
 from .settings import EnvSettings, recipe_env
 from .tensorboard_log import CurveWriter
+from .workers import end_with_parent
 
 _LOG = logging.getLogger(__name__)
 
@@ -127,6 +129,9 @@ def train(
         raise ValueError(f"{out}: a run is there already; add --resume to go on with it, or choose another folder.")
     if resume and not config.exists():
         raise ValueError(f"{out}: no run to resume (run.json is missing).")
+    if resume:
+        _refuse_fewer_rounds(config, settings.rounds)
+    torch.set_num_threads(1)  # more threads add up in another order, and a resumed run would drift from its journal
     example = wrap_for(settings.algo, settings.environment.build())  # what cannot be built leaves no run behind
     out.mkdir(parents=True, exist_ok=True)
     check_settings_file(config, settings.to_dict(), ignore=("rounds",))
@@ -156,12 +161,21 @@ def train(
         example.close()
 
 
+def _refuse_fewer_rounds(config: Path, rounds: int) -> None:
+    try:
+        stored = json.loads(config.read_text()).get("rounds", 0)
+    except (ValueError, AttributeError):
+        return  # `check_settings_file` says what is damaged
+    if rounds < stored:
+        raise ValueError(f"{config.parent}: the run has {stored} rounds; --resume takes as many or more, got {rounds}.")
+
+
 def make_training_env(settings: TrainSettings, out: str, worker: int) -> gym.Env[Any, Any]:
     """Build one worker's environment with its journal; a spawn target."""
     in_worker = multiprocessing.parent_process() is not None
     if in_worker:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
-        warnings.simplefilter("ignore")  # said once by the parent, not once per worker
+        end_with_parent()
     journal = Journal(out, name=str(worker))
     env: gym.Env[Any, Any] = Monitor(wrap_for(settings.algo, settings.environment.build(worker, journal)))
     return _ToldErrors(env, _error_file(Path(out), worker)) if in_worker else env
@@ -292,8 +306,7 @@ class _RunCallback(BaseCallback):
             self._write_inner_curves(index, info, facts)
         self._writer.write(values, self._decisions)
         if done:
-            headroom = max(1.0 - info["base_score"], 1e-3)
-            gain = (info["best_score"] - info["base_score"]) / headroom
+            gain = normalised(info["base_score"], info["best_score"])
             row = {
                 "rounds": self._decisions,
                 "reward": self._rewards[index],
@@ -319,4 +332,5 @@ class _RunCallback(BaseCallback):
         writer.close()
 
     def _on_rollout_end(self) -> None:
-        self._save(self.model)
+        if self._trained:  # a policy of this moment of the replay may be on disk in a later state
+            self._save(self.model)

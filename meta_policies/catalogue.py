@@ -1,4 +1,4 @@
-"""Every meta-policy by the name the command line takes: heuristics, or a file of a trained model."""
+"""Every meta-policy by the name the command line takes: a heuristic, a fixed recipe's file, a trained model's file."""
 
 from __future__ import annotations
 
@@ -8,16 +8,29 @@ from typing import Any
 import gymnasium as gym
 
 from ..inner_trainers.messages import did_you_mean
-from .heuristics import HEURISTICS
+from ..inner_trainers.recipe_file import load_recipe
+from .heuristics import HEURISTICS, FixedPolicy
+
+FIXED_PREFIX = "fixed:"
+
+
+def policy_file(name: str) -> Path | None:
+    """Return the file behind a policy's name, or None for a heuristic."""
+    if name in HEURISTICS:
+        return None
+    return Path(name.removeprefix(FIXED_PREFIX))
 
 
 def check_policy_name(name: str) -> None:
-    """Refuse a name that is neither a heuristic nor an existing policy file, before anything is run.
+    """Refuse a name that is no heuristic and no readable policy or recipe file, before anything is run.
 
     Raises:
         ValueError: unknown name, or a damaged file.
     """
     if name in HEURISTICS:
+        return
+    if name.startswith(FIXED_PREFIX):
+        load_recipe(Path(name.removeprefix(FIXED_PREFIX)))
         return
     if name.endswith(".zip") or Path(name).exists():
         from .sb3 import read_policy_facts
@@ -25,7 +38,8 @@ def check_policy_name(name: str) -> None:
         read_policy_facts(Path(name))
         return
     raise ValueError(
-        f"policy: unknown {name!r}.{did_you_mean(name, HEURISTICS)} A trained policy is given as its .zip file."
+        f"policy: unknown {name!r}.{did_you_mean(name, HEURISTICS)} A trained policy is given as its .zip file, "
+        "a recipe of your own as fixed:FILE.yaml."
     )
 
 
@@ -33,18 +47,20 @@ def load_policy(name: str, env: gym.Env[Any, Any], seed: int) -> tuple[Any, gym.
     """Return the policy of a name with the environment, wrapped as the policy needs it.
 
     Args:
-        name: a heuristic, or the path of a policy file.
+        name: a heuristic, ``fixed:FILE`` with a recipe file, or the path of a trained policy.
         env: the recipe environment.
         seed: seed of the policy's own random numbers.
 
     Raises:
-        ValueError: as `check_policy_name`, or a policy made for another decision space.
+        ValueError: as `check_policy_name`, or a policy or recipe made for another decision space.
     """
     check_policy_name(name)
     if name in HEURISTICS:
         return HEURISTICS[name](env, seed=seed), env
+    if name.startswith(FIXED_PREFIX):
+        return FixedPolicy(env, seed, load_recipe(Path(name.removeprefix(FIXED_PREFIX)))), env
     from .sb3 import TrainedPolicy, wrap_for
 
     policy = TrainedPolicy(name, env)
     policy.model.set_random_seed(seed)
-    return policy, wrap_for(policy.algo, env)
+    return policy, wrap_for(policy.algo, env, **policy.wrapper_arguments)

@@ -5,7 +5,6 @@ Defaults suit searches of a few hundred real rounds, each worth seconds to hours
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import zipfile
@@ -25,6 +24,8 @@ from ..wrappers import DiscretizeAction, FlattenAction
 _ON_POLICY = {"n_steps": 16, "batch_size": 16, "learning_rate": 1e-3, "gamma": 0.99, "ent_coef": 0.01}
 _OFF_POLICY = {"learning_rate": 1e-3, "learning_starts": 16, "batch_size": 32, "buffer_size": 10_000, "gamma": 0.99}
 _META_FILE = "posttrain_gym.json"
+NOISE = 0.3
+"""Standard deviation of TD3's exploration noise, in action coordinates in [-1, 1]; without any it repeats itself."""
 STOP_RELUCTANCE = 2.5
 """Taken from the untrained logit of ``stop``; it is then chosen in about 4 % of the first decisions."""
 
@@ -62,7 +63,7 @@ SB3_ALGORITHMS: Mapping[str, Sb3Algorithm] = MappingProxyType(
         "maskable_ppo": Sb3Algorithm("sb3_contrib:MaskablePPO", DiscretizeAction, True, _ON_POLICY),
         "ppo": Sb3Algorithm("stable_baselines3:PPO", FlattenAction, False, _ON_POLICY),
         "sac": Sb3Algorithm("stable_baselines3:SAC", FlattenAction, False, _OFF_POLICY),
-        "td3": Sb3Algorithm("stable_baselines3:TD3", FlattenAction, False, _OFF_POLICY),
+        "td3": Sb3Algorithm("stable_baselines3:TD3", FlattenAction, False, {**_OFF_POLICY, "action_noise": "normal"}),
     }
 )
 """SB3 and sb3-contrib algorithms by the name the command line takes."""
@@ -79,9 +80,9 @@ def sb3_algorithm(name: str) -> Sb3Algorithm:
     return SB3_ALGORITHMS[name]
 
 
-def wrap_for(name: str, env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
-    """Return ``env`` in the action wrapper that fits the algorithm."""
-    return sb3_algorithm(name).wrapper(env)
+def wrap_for(name: str, env: gym.Env[Any, Any], **arguments: Any) -> gym.Env[Any, Any]:
+    """Return ``env`` in the action wrapper that fits the algorithm, with the wrapper's own arguments."""
+    return sb3_algorithm(name).wrapper(env, **arguments)
 
 
 def make_model(name: str, env: Any, seed: int, **overrides: Any) -> Any:
@@ -94,12 +95,17 @@ def make_model(name: str, env: Any, seed: int, **overrides: Any) -> Any:
         **overrides: keyword arguments that replace the defaults.
     """
     algorithm = sb3_algorithm(name)
-    settings = {**algorithm.defaults, **overrides}
+    settings = {"device": "cpu", **algorithm.defaults, **overrides}
+    if settings.get("action_noise") == "normal":
+        from stable_baselines3.common.noise import NormalActionNoise
+
+        width = env.action_space.shape[0]
+        settings["action_noise"] = NormalActionNoise(np.zeros(width), np.full(width, NOISE))
     envs = getattr(env, "num_envs", 1)
     if "n_steps" in settings and "batch_size" in settings:
         rollout = settings["n_steps"] * envs
         settings["batch_size"] = min(settings["batch_size"], rollout)
-    model = algorithm.load_class()("MultiInputPolicy", env, seed=seed, device="cpu", **settings)
+    model = algorithm.load_class()("MultiInputPolicy", env, seed=seed, **settings)
     if algorithm.masked:
         _make_stop_rare_at_first(model)
     return model
@@ -127,8 +133,25 @@ def space_fingerprint(env: gym.Env[Any, Any]) -> dict[str, Any]:
             n: {k: list(v) if isinstance(v, tuple) else v for k, v in vars(p).items()}
             for n, p in space.parameters.items()
         },
+        "fixed": dict(space.fixed),
         "observation": {n: list(s.shape or ()) for n, s in base.observation_space.spaces.items()},
     }
+
+
+def wrapper_arguments(algo: str, env: gym.Env[Any, Any]) -> dict[str, Any]:
+    """Return the arguments of the action wrapper that fits the algorithm, as ``env`` has it.
+
+    Raises:
+        ValueError: ``env`` is not in that wrapper.
+    """
+    wrapper = sb3_algorithm(algo).wrapper
+    layer: Any = env
+    while not isinstance(layer, wrapper):
+        if layer is env.unwrapped:
+            raise ValueError(f"env: {algo} acts in {wrapper.__name__}, which this environment is not wrapped in.")
+        layer = layer.env
+    recorded: Any = layer  # Gymnasium's `RecordConstructorArgs` keeps them for `env.spec`
+    return dict(recorded._saved_kwargs)
 
 
 def save_policy(model: Any, path: str | Path, algo: str, env: gym.Env[Any, Any], task: str) -> Path:
@@ -146,7 +169,8 @@ def save_policy(model: Any, path: str | Path, algo: str, env: gym.Env[Any, Any],
     partial = path.with_name(path.name + ".partial.zip")
     model.save(partial)
     with zipfile.ZipFile(partial, "a") as archive:
-        archive.writestr(_META_FILE, json.dumps({"algo": algo, "task": task, **space_fingerprint(env)}))
+        facts = {"algo": algo, "task": task, "wrapper": wrapper_arguments(algo, env), **space_fingerprint(env)}
+        archive.writestr(_META_FILE, json.dumps(facts))
     partial.replace(path)
     return path
 
@@ -173,8 +197,12 @@ class TrainedPolicy:
             f"{k}: the policy has {meta.get(k)}, the environment {own[k]}" for k in own if meta.get(k) != own[k]
         ]
         if different:
-            raise ValueError(f"policy {path}: made for another decision space; {'; '.join(different)}.")
+            raise ValueError(
+                f"policy {path}: trained on task {meta.get('task')!r}, made for another decision space; "
+                f"{'; '.join(different)}."
+            )
         self.algo: str = meta["algo"]
+        self.wrapper_arguments: dict[str, Any] = meta.get("wrapper", {})
         algorithm = sb3_algorithm(self.algo)
         try:
             self.model = algorithm.load_class().load(path, device="cpu")
@@ -182,7 +210,7 @@ class TrainedPolicy:
             raise ValueError(
                 f"policy {path}: damaged ({type(error).__name__}: {error}); train or copy it again."
             ) from error
-        acts_in = wrap_for(self.algo, env.unwrapped).action_space
+        acts_in = wrap_for(self.algo, env.unwrapped, **self.wrapper_arguments).action_space
         if self.model.action_space != acts_in:
             raise ValueError(
                 f"policy {path}: made for another action space; the policy has {self.model.action_space}, "
@@ -249,8 +277,3 @@ def read_policy_facts(path: Path) -> dict[str, Any]:
     if not isinstance(facts, dict) or "algo" not in facts:
         raise ValueError(f"policy {path}: its {_META_FILE} names no algorithm.")
     return facts
-
-
-def file_digest(path: str | Path) -> str:
-    """Return 16 hex digits over the file's bytes."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]

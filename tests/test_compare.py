@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from posttrain_gym.envs.budget import Budget
 from posttrain_gym.experiments.compare import compare
 from posttrain_gym.experiments.comparison import EpisodeResult, read_parquet
-from posttrain_gym.experiments.episodes import run_episode, run_named_episode
+from posttrain_gym.experiments.episodes import episode_seed, policy_labels, run_episode, run_named_episode
 from posttrain_gym.experiments.settings import EnvSettings
 from posttrain_gym.experiments.train import TrainSettings, train
+from posttrain_gym.inner_trainers.tasks.base import Source
+from posttrain_gym.inner_trainers.testing import ScriptedTask, ScriptedTrainer
 from posttrain_gym.meta_policies.heuristics import FixedPolicy
 
 SCRIPTED = "posttrain_gym.inner_trainers.testing:ScriptedFamily"
@@ -68,13 +72,87 @@ def test_a_trained_policy_is_compared_by_its_file(tmp_path: Path) -> None:
     result = compare(SETTINGS, ["random", str(policy)], [100], [0, 1], tmp_path / "out")
     assert [summary.policy for summary in result.policies] == ["random", "trained (mine)"]
     policy, _ = train(TrainSettings(training, "ppo", 64), tmp_path / "mine", resume=True)
-    with pytest.raises(ValueError, match=r"made with other settings; trained\.trained \(mine\)"):
+    with pytest.raises(ValueError, match=r"made with other settings; trained\.trained \(mine\): '"):
         compare(SETTINGS, ["random", str(policy)], [100], [0, 1], tmp_path / "out")
+
+
+def test_a_fixed_recipe_is_compared_by_its_file(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("algorithm: grpo\nmix: {left: 1}\nlearning_rate: 1e-3\nsteps: 40\n")
+    result = compare(
+        SETTINGS, ["fixed", f"fixed:{recipe}"], [100], [0, 1], tmp_path / "out", reference=f"fixed:{recipe}"
+    )
+    assert [summary.policy for summary in result.policies] == ["fixed", "fixed (mine)"]
+    assert result.reference == "fixed (mine)"
+    rounds = [entry.recipe for episode in result.episodes if episode.policy != "fixed" for entry in episode.trajectory]
+    assert rounds and all(text == "grpo from best, lr 0.001, 40 steps, batch 32, left 100%" for text in rounds)
+    recipe.write_text("algorithm: sft\nmix: {left: 1}\n")
+    with pytest.raises(ValueError, match=r"trained\.fixed \(mine\)"):
+        compare(SETTINGS, ["fixed", f"fixed:{recipe}"], [100], [0, 1], tmp_path / "out")
+    recipe.write_text("algorithm: sft\nmix: {middle: 1}\n")
+    with pytest.raises(ValueError, match="'middle'"):
+        compare(SETTINGS, [f"fixed:{recipe}"], [100], [0], tmp_path / "other")
+
+
+def test_files_are_told_apart_by_as_much_path_as_it_takes(tmp_path: Path) -> None:
+    names = [str(tmp_path / name) for name in ("a/train/policy.zip", "b/train/policy.zip", "p/x.zip", "p/y.zip")]
+    assert policy_labels(["random", *names]) == [
+        "random",
+        "trained (a/train)",
+        "trained (b/train)",
+        "trained (x)",
+        "trained (y)",
+    ]
+    assert policy_labels([names[0]]) == ["trained (train)"]
+
+
+def test_random_plays_other_recipes_on_another_instance() -> None:
+    """Repetitions are independent units only if a seed's draws differ between instances."""
+    first, second = (run_named_episode(SETTINGS, "random", instance, 0) for instance in (100, 101))
+    assert [entry.recipe for entry in first.trajectory] != [entry.recipe for entry in second.trajectory]
+    assert len({episode_seed(instance, seed) for instance in range(50) for seed in range(50)}) == 2500
+
+
+def test_an_edited_data_file_is_another_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case D03: nothing stale is served."""
+    compare(SETTINGS, ["random"], [100], [0], tmp_path)
+    whole = ScriptedTask.sources
+
+    def edited(self: ScriptedTask) -> list[Source]:
+        left, right = whole(self)
+        rows = [{**row, "completion": row["completion"] + "x"} for row in left.rows["demonstrations"]]
+        return [replace(left, rows={**left.rows, "demonstrations": rows}), right]
+
+    monkeypatch.setattr(ScriptedTask, "sources", edited)
+    with pytest.raises(ValueError, match=r"made with other settings; content\.100: '\w+' there, '\w+' now"):
+        compare(SETTINGS, ["random"], [100], [0], tmp_path)
+
+
+def test_a_broken_off_episode_goes_on_from_its_finished_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = compare(SETTINGS, ["random"], [100], [0], tmp_path / "whole")
+    begin, launched = ScriptedTrainer.begin, []
+
+    def break_off(self: ScriptedTrainer, *arguments: Any) -> Any:
+        launched.append(1)
+        if len(launched) == 3:
+            raise KeyboardInterrupt
+        return begin(self, *arguments)
+
+    monkeypatch.setattr(ScriptedTrainer, "begin", break_off)
+    with pytest.raises(KeyboardInterrupt):
+        compare(SETTINGS, ["random"], [100], [0], tmp_path / "broken")
+    assert compare(SETTINGS, ["random"], [100], [0], tmp_path / "broken") == whole
+    assert len(launched) == 1 + len(whole.episodes[0].trajectory)  # the broken-off one again, no other
+    assert not list((tmp_path / "broken" / "running").iterdir())
 
 
 def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"policy: unknown 'rondom'\. Did you mean 'random'"):
         compare(SETTINGS, ["rondom"], [100], [0], tmp_path)
+    with pytest.raises(
+        ValueError, match=r"reference: 'rondom' is not among the compared policies\. Did you mean 'random'"
+    ):
+        compare(SETTINGS, ["random"], [100], [0], tmp_path, reference="rondom")
     with pytest.raises(ValueError, match="each policy once"):
         compare(SETTINGS, ["random", "random"], [100], [0], tmp_path)
     with pytest.raises(ValueError, match="each seed once"):

@@ -285,11 +285,22 @@ def test_another_decision_space_is_refused_with_the_difference(saved: Path) -> N
         TrainedPolicy(saved, base(history=2))
 
 
-def test_another_action_space_is_refused(tmp_path: Path) -> None:
+def test_a_policy_brings_the_arguments_of_its_wrapper(tmp_path: Path) -> None:
     env = DiscretizeAction(base(), bins=9)
     path = save_policy(make_model("maskable_ppo", env, 0), tmp_path / "p.zip", "maskable_ppo", env, "scripted")
+    policy, wrapped = load_policy(str(path), base(), 0)
+    assert policy.wrapper_arguments == {"bins": 9, "mix_levels": 3}
+    assert wrapped.action_space == env.action_space == policy.model.action_space
+
+
+def test_a_model_of_another_action_space_is_refused(tmp_path: Path) -> None:
+    env = DiscretizeAction(base(), bins=9)
+    model = make_model("maskable_ppo", DiscretizeAction(base(), bins=5), 0)
+    path = save_policy(model, tmp_path / "p.zip", "maskable_ppo", env, "scripted")
     with pytest.raises(ValueError, match="made for another action space"):
         TrainedPolicy(path, base())
+    with pytest.raises(ValueError, match=r"acts in DiscretizeAction, which this environment is not wrapped in"):
+        save_policy(model, tmp_path / "q.zip", "maskable_ppo", base(), "scripted")
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "empty", "foreign", "no algorithm", "no facts", "no model"])

@@ -165,6 +165,8 @@ def test_refusals_name_the_folder_and_the_way_out(tmp_path: Path) -> None:
     other = TrainSettings(EnvSettings(task="letters", budget=BUDGET), "maskable_ppo", 16, 1, seed=3)
     with pytest.raises(ValueError, match=r"environment\.task: .*ScriptedFamily.* there, 'letters' now"):
         train(other, tmp_path, resume=True)
+    with pytest.raises(ValueError, match="the run has 16 rounds; --resume takes as many or more, got 8"):
+        train(settings(8), tmp_path, resume=True)
     with pytest.raises(ValueError, match="no run to resume"):
         train(settings(16), tmp_path / "nothing", resume=True)
     with pytest.raises(ValueError, match=r"algo: unknown 'masked_ppo'.*maskable_ppo"):
@@ -172,6 +174,50 @@ def test_refusals_name_the_folder_and_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(ValueError, match=r"run\.json: damaged"):
         train(settings(16), tmp_path, resume=True)
+
+
+def test_a_resume_that_stops_in_its_replay_keeps_the_newer_policy(tmp_path: Path) -> None:
+    path, _ = train(settings(64), tmp_path)
+    before = path.read_bytes()
+
+    def stop(event: RoundEvent) -> None:
+        if event.number == 40:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(settings(64), tmp_path, resume=True, on_round=stop)
+    assert path.read_bytes() == before
+
+
+def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    code = f"""
+import time
+from pathlib import Path
+from posttrain_gym.experiments.train import train
+from tests.test_train import settings
+train(settings(4096, envs=2), Path({str(tmp_path / "run")!r}), on_round=lambda event: time.sleep(0.02))
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parent.parent)
+    journals = [tmp_path / "run" / f"rounds-{i}.jsonl" for i in (0, 1)]
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not all(j.exists() and j.stat().st_size for j in journals):
+        time.sleep(0.05)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(children) >= 2
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    while time.monotonic() < deadline and any(
+        Path(f"/proc/{child}/fd").exists() and alive(child) for child in children
+    ):
+        time.sleep(0.05)
+    assert not any(alive(child) for child in children)
+
+
+def alive(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_points_are_on_disk_when_write_returns(tmp_path: Path) -> None:
@@ -197,9 +243,15 @@ def test_a_cut_event_file_keeps_what_came_before_and_gets_the_rest(tmp_path: Pat
     file.write_bytes(file.read_bytes()[:-7])
     again = CurveWriter(tmp_path)
     for step in range(6):
-        again.write({"loss": float(step), "bad": float("nan")}, step)
+        again.write({"loss": float(step)}, step)
+    again.write({"bad": float("nan")}, 0)
     again.close()
-    assert sorted(points_until_damage(tmp_path)) == [("loss", step) for step in range(6)]
+    assert sorted(points_until_damage(tmp_path)) == [("bad", 0)] + [("loss", step) for step in range(6)]
+    files = set(tmp_path.iterdir())
+    idle = CurveWriter(tmp_path)
+    idle.write({"loss": 0.0}, 0)
+    idle.close()
+    assert set(tmp_path.iterdir()) == files
 
 
 def points_until_damage(folder: Path) -> list[tuple[str, int]]:
