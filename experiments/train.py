@@ -154,7 +154,10 @@ def train(
                 f"a worker process died: {_worker_errors(out, settings.envs).rstrip('.')}. "
                 f"Finished rounds are in {out}; --resume goes on with them."
             ) from error
-        return save(model), callback.episodes
+        path = out / "policy.zip"
+        if callback.trained or not path.exists():  # a run that was complete already keeps its file
+            save(model)
+        return path, callback.episodes
     finally:
         writer.close()
         _end(vector, broken)
@@ -331,6 +334,11 @@ class _RunCallback(BaseCallback):
             writer.write({f"inner/{k}": v for k, v in row.items() if k != "step"}, int(row["step"]))
         writer.close()
 
+    @property
+    def trained(self) -> bool:
+        """Whether a round was trained, not only taken from the journal."""
+        return self._trained > 0
+
     def _on_rollout_end(self) -> None:
-        if self._trained:  # a policy of this moment of the replay may be on disk in a later state
+        if self.trained:  # a policy of this moment of the replay may be on disk in a later state
             self._save(self.model)
