@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +31,7 @@ app = typer.Typer(
 )
 errors = Console(stderr=True, highlight=False)
 INTERRUPTED = 130
+MANY = 10_000
 DEBUG = "POSTTRAIN_GYM_DEBUG"
 """Environment variable that shows the traceback behind an error."""
 
@@ -52,6 +56,10 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads collapse on a shared machine
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sys.path.append(os.getcwd())  # module:Class of a person's own folder
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without "±" shows "?" instead of ending the run
+    signal.signal(signal.SIGTERM, _interrupt)  # a polite end is an interrupt: finished rounds are kept
     try:
         app()
     except (ValueError, RuntimeError, OSError) as error:
@@ -66,6 +74,10 @@ def main() -> None:
                 soft_wrap=True,
             )
         raise
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 @app.callback(invoke_without_command=True)
@@ -97,7 +109,7 @@ def demo(
             on_stage=progress.stage,
         )
     _print_comparison(comparison)
-    console.print(f"report: {report}")
+    _say(f"report: {report}")
 
 
 @app.command()
@@ -128,9 +140,11 @@ def train(
     with ProgressDisplay() as progress:
         progress.stage(f"training {algo} on {task}: {rounds} decisions, {envs} environment(s), run folder {out}")
         policy, episodes = run(settings, out, resume=resume, on_round=progress.round)
-    console.print(f"policy: {policy}  ({len(episodes)} episodes)")
-    console.print(f"curves: tensorboard --logdir {out / 'tensorboard'}")
-    console.print(f"next:   posttrain-gym compare --task {task} --out {out}-compare random {policy}")
+    compare_with = ["--task", task, "--out", f"{out}-compare", "--budget", f"{budget:g}", "--unit", unit]
+    compare_with += ["--max-rounds", str(max_rounds), "--patience", str(patience), "random", str(policy)]
+    _say(f"policy: {policy}  ({len(episodes)} episodes)")
+    _say(f"curves: tensorboard --logdir {shlex.quote(str(out / 'tensorboard'))}")
+    _say(f"next:   posttrain-gym compare {shlex.join(compare_with)}")
 
 
 @app.command()
@@ -157,12 +171,14 @@ def evaluate(
     (label,) = policy_labels([policy])
     environment = _environment(task, "test", budget, unit, max_rounds, patience, price, samples, devices)
     results = []
-    for instance in _instances(environment, instances):
+    chosen = _instances(environment, instances)
+    _note_seen(environment, chosen, quiet=as_json)
+    for instance in chosen:
         for seed in _integers("seeds", seeds):
             result = run_named_episode(environment, policy, instance, seed, name=label)
             results.append(result)
             if not as_json:
-                console.print(episode_line(result))
+                _say(episode_line(result))
     comparison = summarise(results)
     _print_json(comparison) if as_json else _print_comparison(comparison)
 
@@ -194,9 +210,7 @@ def compare(
 
     environment = _environment(task, "test", budget, unit, max_rounds, patience, price, samples, devices)
     chosen, repeats = _instances(environment, instances), _integers("seeds", seeds)
-    seen = [instance for instance in chosen if instance in environment.family().train_seeds]
-    if seen and not as_json:
-        console.print(f"note: meta-training may have drawn these instances: {', '.join(map(str, seen))}")
+    seen = _note_seen(environment, chosen, quiet=as_json)
     with ProgressDisplay(quiet=as_json) as progress:
         comparison = run(
             environment,
@@ -221,7 +235,7 @@ def compare(
         _print_json(comparison)
     else:
         _print_comparison(comparison)
-        console.print(f"report: {report}")
+        _say(f"report: {report}")
 
 
 @app.command("run-recipe")
@@ -238,6 +252,8 @@ def run_recipe(
 
     result = run(recipe, task, instance, seed, save)
     console.print_json(data=result) if as_json else _print_round(result)
+    if result["failure"] is not None:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -351,13 +367,25 @@ def _instances(environment: EnvSettings, text: str) -> list[int]:
     return _integers("instances", text) if text else list(resolve_task(environment.task).test_seeds[:3])
 
 
+def _note_seen(environment: EnvSettings, instances: Sequence[int], quiet: bool) -> list[int]:
+    """Return the instances that meta-training may have drawn, and say so: figures on them are not for unseen tasks."""
+    seen = [instance for instance in instances if instance in environment.family().train_seeds]
+    if seen and not quiet:
+        _say(f"note: meta-training may have drawn these instances: {', '.join(map(str, seen))}")
+    return seen
+
+
 def _integers(name: str, text: str) -> list[int]:
     numbers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
+        ends = [first, last] if dash else [first, first]
+        if not all(end.isascii() and end.isdigit() and len(end) < 16 for end in ends):
             raise ValueError(f"--{name}: expected numbers like 0,1,2 or 0-4, got {text!r}.")
-        numbers.extend(range(int(first), int(last if dash else first) + 1))
+        low, high = map(int, ends)
+        if not low <= high < low + MANY:
+            raise ValueError(f"--{name}: expected a rising range of at most {MANY} numbers, got {part.strip()!r}.")
+        numbers.extend(range(low, high + 1))
     return numbers
 
 
@@ -383,7 +411,7 @@ def _print_comparison(comparison: Comparison) -> None:
 
 
 def _estimate(estimate: Any) -> str:
-    return f"{estimate.value:+.3f} [{estimate.low:+.3f}, {estimate.high:+.3f}]".replace("[", "\\[")
+    return f"{estimate.value:+.3f} [{estimate.low:+.3f}, {estimate.high:+.3f}]"
 
 
 def _print_json(comparison: Comparison) -> None:
@@ -404,12 +432,16 @@ def _print_round(result: dict[str, Any]) -> None:
         console.print(f"flag     {plain(flag)}")
 
 
+def _say(text: str) -> None:
+    console.print(plain(text), soft_wrap=True)
+
+
 def _table(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*[str(row[column]) for column in columns])
+        table.add_row(*[plain(str(row[column])) for column in columns])
     return table
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import shutil
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -18,7 +19,7 @@ from ..meta_policies.catalogue import check_policy_name, policy_file
 from ..meta_policies.files import file_digest
 from .comparison import Comparison, EpisodeResult, RoundRecord, summarise, to_json, write_atomically, write_parquet
 from .episodes import policy_labels, run_named_episode
-from .settings import EnvSettings
+from .settings import EnvSettings, require_folder
 from .workers import end_with_parent
 
 Job = tuple[tuple[str, str], int, int]
@@ -62,6 +63,7 @@ def compare(
         repeated = sorted({str(v) for v in values if list(values).count(v) > 1})
         if repeated or not values:
             raise ValueError(f"compare: each {kind} once, at least one; got {values}.")
+    require_folder("out", out)
     facts = comparison_settings(settings, policies, labels, instances)
     out.mkdir(parents=True, exist_ok=True)
     check_settings_file(out / "compare.json", facts, ignore=("content", "trained"))
@@ -191,8 +193,10 @@ def run_job(
 
 
 def _job_name(job: Job) -> str:
+    """Return a file name that no other job has: labels that look alike as file names differ in their checksum."""
     (_, label), instance, seed = job
-    return f"{''.join(c if c.isalnum() or c in '-_' else '_' for c in label)}-{instance}-{seed}"
+    readable = "".join(c if c.isalnum() or c in "-_" else "_" for c in label)
+    return f"{readable}-{zlib.crc32(label.encode()):08x}-{instance}-{seed}"
 
 
 def _episode_path(out: Path, job: Job) -> Path:
@@ -208,5 +212,5 @@ def _read_episode(path: Path) -> EpisodeResult:
         data = json.loads(path.read_text())
         trajectory = tuple(RoundRecord(**entry) for entry in data.pop("trajectory"))
         return EpisodeResult(**data, trajectory=trajectory)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path}: damaged ({error}); delete the file to run this episode again.") from error

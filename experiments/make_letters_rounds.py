@@ -99,8 +99,8 @@ def run_instance(instance: int, seeds: Sequence[int], names: Sequence[str] = tup
                     "recipe_name": name,
                     "recipe": json.dumps(recipe.to_dict(), sort_keys=True),
                     "seed": seed,
-                    "base_pass_at_1": _weighted(task, before["test"], "pass_at_1"),
-                    "base_pass_at_k": _weighted(task, before["test"], "pass_at_k"),
+                    "base_pass_at_1": weighted_pass(task, before["test"], "pass_at_1"),
+                    "base_pass_at_k": weighted_pass(task, before["test"], "pass_at_k"),
                     "base_test_score": before["test"].score,
                     "base_test_error": before["test"].standard_error,
                     "test_score": after.score,
@@ -115,10 +115,12 @@ def run_instance(instance: int, seeds: Sequence[int], names: Sequence[str] = tup
     return rows
 
 
-def _weighted(task: Any, scorecard: Any, column: str) -> float:
+def weighted_pass(task: Any, scorecard: Any, column: str) -> float:
+    """Return a scorecard's column (``"pass_at_1"``, ``"pass_at_k"``) as the benchmark weighs its dimensions."""
     weights: Mapping[str, float] = task.built.benchmark.weights
     dimensions: Mapping[str, DimensionScore] = scorecard.dimensions
-    return math.fsum(weights[name] * float(getattr(entry, column)) for name, entry in dimensions.items())
+    total: float = math.fsum(weights[name] * getattr(entry, column) for name, entry in dimensions.items())
+    return total
 
 
 def versions() -> str:
@@ -188,7 +190,8 @@ def shortlist(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def mean_cost(rows: Sequence[Mapping[str, Any]], name: str) -> float:
     """Return the mean training cost of a recipe, in train tokens."""
-    return statistics.mean(row["train_tokens"] for row in rows if row["recipe_name"] == name)
+    costs: list[float] = [row["train_tokens"] for row in rows if row["recipe_name"] == name]
+    return statistics.mean(costs)
 
 
 def affordable(rows: Sequence[Mapping[str, Any]], algorithm: str) -> list[str]:
@@ -297,12 +300,17 @@ def write_results(rows: Sequence[Mapping[str, Any]]) -> None:
     write_atomically(SHORTLIST, (json.dumps(shortlist(rows), indent=1) + "\n").encode())
 
 
-def read_results() -> list[dict[str, Any]]:
-    """Return the committed rows."""
+def read_parquet_rows(name: str) -> list[dict[str, Any]]:
+    """Return the rows of a committed result."""
     import pyarrow.parquet as parquet
 
-    rows: list[dict[str, Any]] = parquet.read_table(RESULTS / "letters_rounds.parquet").to_pylist()
+    rows: list[dict[str, Any]] = parquet.read_table(RESULTS / f"{name}.parquet").to_pylist()
     return rows
+
+
+def read_results() -> list[dict[str, Any]]:
+    """Return the committed rows."""
+    return read_parquet_rows("letters_rounds")
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..inner_trainers.recipe_file import load_recipe
 from ..inner_trainers.tasks import resolve_task
+from .settings import require_folder
 
 
 def run_recipe(path: Path, task: str, instance: int, seed: int, save: Path | None) -> dict[str, Any]:
@@ -21,6 +22,10 @@ def run_recipe(path: Path, task: str, instance: int, seed: int, save: Path | Non
         save: where the weights go, as safetensors; None for nowhere.
     """
     recipe = load_recipe(path)
+    if save is not None:
+        require_folder("save", save.parent.resolve())
+        if save.is_dir():
+            raise ValueError(f"save: {save} is a folder; expected the name of a .safetensors file.")
     drawn = resolve_task(task).instance(instance)
     trainer: Any = drawn.trainer()
     if trainer is None:
@@ -35,6 +40,13 @@ def run_recipe(path: Path, task: str, instance: int, seed: int, save: Path | Non
         report, checkpoint = session.result()
     finally:
         session.close()
+    if save is not None and checkpoint is not None:
+        from safetensors.torch import save_file
+
+        save.parent.mkdir(parents=True, exist_ok=True)
+        partial = save.with_name(save.name + ".partial")
+        save_file({name: value.contiguous() for name, value in checkpoint.weights.items()}, partial)
+        partial.replace(save)
     scores = {}
     for split in ("validation", "test"):
         before = trainer.evaluate(drawn, base, split)[0]
@@ -46,11 +58,6 @@ def run_recipe(path: Path, task: str, instance: int, seed: int, save: Path | Non
             "after_error": after.standard_error,
             "dimensions": json.loads(json.dumps(after.to_dict()["dimensions"])),
         }
-    if save is not None and checkpoint is not None:
-        from safetensors.torch import save_file
-
-        save.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: value.contiguous() for name, value in checkpoint.weights.items()}, save)
     data = report.to_dict()
     return {
         "recipe": data["recipe"],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -87,3 +89,20 @@ def recipe_env(env: gym.Env[Any, Any]) -> PostTrainingEnv:
     base = env.unwrapped
     assert isinstance(base, PostTrainingEnv)  # built by `EnvSettings.build`
     return base
+
+
+def require_folder(setting: str, path: Path) -> None:
+    """Refuse a path that cannot be a run's folder, before any time is spent.
+
+    Raises:
+        ValueError: the path is empty, or it or a parent is a file, or it cannot be written.
+    """
+    if str(path) in ("", "."):
+        raise ValueError(f"{setting}: expected the name of a folder for the run, got {str(path)!r}.")
+    for place in (path, *path.parents):
+        if place.exists():
+            if not place.is_dir():
+                raise ValueError(f"{setting}: {place} is a file; expected a folder, or a name that is free.")
+            if not os.access(place, os.W_OK | os.X_OK):
+                raise ValueError(f"{setting}: {place} cannot be written; choose another folder.")
+            return

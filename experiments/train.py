@@ -25,11 +25,12 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from ..envs.journal import Journal
+from ..inner_trainers.messages import require_integer
 from ..meta_policies.sb3 import make_model, save_policy, sb3_algorithm, wrap_for
 from .compare import check_settings_file
 from .comparison import normalised, write_atomically
 from .episodes import describe_recipe
-from .settings import EnvSettings, recipe_env
+from .settings import EnvSettings, recipe_env, require_folder
 from .tensorboard_log import CurveWriter
 from .workers import end_with_parent
 
@@ -55,6 +56,17 @@ class TrainSettings:
     envs: int = 1
     seed: int = 0
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check what can be checked before anything is written.
+
+        Raises:
+            ValueError: an unknown algorithm, or a number outside its range.
+        """
+        sb3_algorithm(self.algo)
+        require_integer("rounds", self.rounds, low=1, high=10**9)
+        require_integer("envs", self.envs, low=1, high=1024)
+        require_integer("seed", self.seed, low=0, high=2**31 - 1)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
@@ -123,7 +135,7 @@ def train(
         ValueError: an unknown algorithm, a folder in use, or one of another run.
         RuntimeError: a worker process died.
     """
-    sb3_algorithm(settings.algo)
+    require_folder("out", out)
     config = out / "run.json"
     if config.exists() and not resume:
         raise ValueError(f"{out}: a run is there already; add --resume to go on with it, or choose another folder.")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from .recipe import Recipe
+
+_NUMBERS = {f.name for f in fields(Recipe) if f.name not in ("algorithm", "mix", "start", "schedule") and f.init}
 
 
 def load_recipe(path: Path) -> Recipe:
@@ -19,17 +23,25 @@ def load_recipe(path: Path) -> Recipe:
         raise ValueError(f"recipe {path}: no such file.")
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a bad date, say, is a bare ValueError
         raise ValueError(f"recipe {path}: not readable as YAML ({' '.join(str(error).split())}).") from error
     if not isinstance(data, dict):
         raise ValueError(f"recipe {path}: expected keys like algorithm and mix, got {type(data).__name__}.")
-    for key, value in data.items():
-        if isinstance(value, str) and key in ("learning_rate", "kl_coef", "weight_decay", "max_grad_norm"):
-            try:
-                data[key] = float(value)  # YAML 1.1 reads 1e-4, without a point, as text
-            except ValueError:
-                raise ValueError(f"recipe {path}: {key}: expected a number, got {value!r}.") from None
     try:
-        return Recipe.from_dict(data)
+        mix = data.get("mix")
+        if isinstance(mix, dict):
+            data["mix"] = {name: _number(f"mix.{name}", weight) for name, weight in mix.items()}
+        return Recipe.from_dict({key: _number(key, v) if key in _NUMBERS else v for key, v in data.items()})
     except (ValueError, TypeError) as error:
         raise ValueError(f"recipe {path}: {error}") from error
+
+
+def _number(name: str, value: Any) -> Any:
+    """Return the number that YAML 1.1 reads as text because it has no point, like ``1e-4``; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        number = float(value)
+    except ValueError:
+        raise ValueError(f"{name}: expected a number, got {value!r}.") from None
+    return int(number) if number.is_integer() and abs(number) < 2**53 else number

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from posttrain_gym.experiments.cli import main
+from posttrain_gym.inner_trainers.recipe_file import load_recipe
 
 SCRIPTED = "posttrain_gym.inner_trainers.testing:ScriptedFamily"
 SMALL = ["--task", SCRIPTED, "--budget", "60000", "--max-rounds", "4"]
@@ -130,6 +131,19 @@ def test_run_recipe_trains_for_real_and_reports_both_splits(tmp_path: Path) -> N
         (("train", "--out", "x", "--algo", "dqm"), "algo: unknown 'dqm'"),
         (("train", "--out", "x", "--devices", "cuda:0"), "no CUDA device is visible"),
         (("bench", "rond"), "Did you mean 'round'"),
+        (
+            ("evaluate", "fixed", "--seeds", "5-3"),
+            "--seeds: expected a rising range of at most 10000 numbers, got '5-3'",
+        ),
+        (("evaluate", "fixed", "--instances", "0-999999999"), "expected a rising range of at most 10000 numbers"),
+        (("evaluate", "fixed", "--seeds", "²"), "--seeds: expected numbers"),
+        (("train", "--out", "x", "--seed", "-1"), "seed: expected an integer in [0, 2147483647], got -1"),
+        (("train", "--out", ""), "out: expected the name of a folder"),
+        (("train", "--out", "file/x"), "file is a file; expected a folder"),
+        (("compare", "fixed", "--out", "file"), "file is a file; expected a folder"),
+        (("compare", "fixed", "--out", "x", "--instances", "10000,20000"), "letters has seeds [0, 10000)"),
+        (("compare", "fixed", "--out", "x", "--reference", "random"), "'random' is not among the compared policies"),
+        (("evaluate", "fixed:nothing.yaml"), "recipe nothing.yaml: no such file"),
     ],
 )
 def test_bad_input_is_one_clear_error(
@@ -140,7 +154,9 @@ def test_bad_input_is_one_clear_error(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
     assert expected in refused(arguments, monkeypatch, capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]  # a refusal leaves nothing behind
 
 
 def test_an_error_leaves_the_process_with_its_exit_code_and_no_traceback() -> None:
@@ -163,6 +179,7 @@ def test_an_error_leaves_the_process_with_its_exit_code_and_no_traceback() -> No
         ("algorithm: sft\nmix: {web: 1}\nsteps: yes\n", "steps: expected an integer"),
         ("algorithm: sft\nmix: {web: 1}\nlearning_rate: fast\n", "learning_rate: expected a number, got 'fast'"),
         ("algorithm: grpo\nmix: {web: 1}\nbatch_size: 6\nnum_generations: 4\n", "allowed: 2, 3, 6"),
+        ("algorithm: sft\nmix: {web: 1}\nsteps: 2024-99-99\n", "recipe.yaml: not readable as YAML (month must be"),
         ("- sft\n", "expected keys like algorithm and mix"),
         ("algorithm: [\n", "not readable as YAML"),
     ],
@@ -173,3 +190,34 @@ def test_a_bad_recipe_file_is_named_with_the_fix(
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
     assert expected in refused(("run-recipe", str(path)), monkeypatch, capsys)
+
+
+def test_yaml_numbers_without_a_point_are_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("algorithm: sft\nmix: {web: 1e0}\nlearning_rate: 1e-4\nsteps: 1e2\ntemperature: 1e-1\n")
+    recipe = load_recipe(path)
+    assert (recipe.learning_rate, recipe.steps, recipe.temperature, dict(recipe.mix)) == (1e-4, 100, 0.1, {"web": 1.0})
+
+
+def test_a_failed_recipe_is_told_by_the_exit_code(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("algorithm: sft\nmix: {web: 1}\nlearning_rate: 1000\nsteps: 4\n")
+    done = run("run-recipe", str(path), "--save", str(tmp_path / "w.safetensors"), "--json")
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["failure"]["kind"] == "diverged"
+    assert not (tmp_path / "w.safetensors").exists()
+
+
+def test_a_polite_end_is_an_interrupt(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "posttrain_gym", "train", *SMALL, "--out", "[bold]run", "--rounds", "100000"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert "run folder [bold]run" in process.stdout.readline()
+        for line in process.stdout:
+            if line.lstrip().startswith("20/"):
+                break
+        process.terminate()
+        said = process.stderr.read()
+        assert process.wait(timeout=60) == 130
+    assert "finished rounds are kept" in said
+    assert (tmp_path / "[bold]run" / "rounds-0.jsonl").read_text().count("\n") >= 20
