@@ -18,7 +18,10 @@ from .session import Meter, MeteredTrainer
 
 
 class MeteredGRPOTrainer(MeteredTrainer, GRPOTrainer):  # type: ignore[misc]
-    """`GRPOTrainer` that counts tokens and takes its reference weights from memory."""
+    """`GRPOTrainer` that counts tokens and takes its reference weights from memory.
+
+    Sampled and scored tokens are counted when they are made, so a rollout whose verifier raises is charged too.
+    """
 
     def keep_close_to(self, reference: Any, kl_coef: float) -> None:
         """Penalise the KL divergence to ``reference``.
@@ -31,16 +34,23 @@ class MeteredGRPOTrainer(MeteredTrainer, GRPOTrainer):  # type: ignore[misc]
         self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
         self.beta = kl_coef
 
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        sampled = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        self.meter.scored_tokens += sum(map(len, prompt_ids))  # the prompts' forward pass before sampling
+        self.meter.generated_tokens += sum(map(len, sampled[0]))
+        self._rollout_tokens = sum(map(len, prompt_ids)) + sum(map(len, sampled[0]))
+        return sampled
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        if self.beta:
+            self.meter.scored_tokens += self._rollout_tokens  # the reference's log-probabilities, taken by now
+        return super()._calculate_rewards(*args, **kwargs)
+
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor]) -> Any:
         prompt, completion = int(inputs["prompt_mask"].sum()), int(inputs["completion_mask"].sum())
-        meter = self.meter
-        meter.sequences += len(inputs["prompt_ids"])
-        meter.trained_tokens += prompt + completion
-        meter.generated_tokens += completion
-        meter.scored_tokens += prompt  # the prompts' forward pass before sampling
-        if self.beta:
-            meter.scored_tokens += prompt + completion  # the reference's log-probabilities
-        meter.supervised_tokens += completion
+        self.meter.sequences += len(inputs["prompt_ids"])
+        self.meter.trained_tokens += prompt + completion
+        self.meter.supervised_tokens += completion
         return super()._compute_loss(model, inputs)
 
 
