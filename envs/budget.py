@@ -71,9 +71,12 @@ class BudgetLedger:
         """What is left of the limit, never below 0."""
         return max(0.0, self.budget.limit - self.spent)
 
-    def can_pay(self, cost: Cost) -> bool:
-        """Return whether ``cost`` fits in what is left; nothing fits in nothing, even where no cost is known ahead."""
-        return self.left > 0 and cost.in_unit(self.budget.unit) <= self.left
+    def can_pay(self, training: Cost, evaluation: Cost) -> bool:
+        """Return whether both fit in what is left; nothing fits in nothing, even where no cost is known ahead."""
+        unit = self.budget.unit
+        if self.left <= 0 or evaluation.in_unit(unit) > self.left:
+            return False
+        return training.in_unit(unit) <= self.reserve(evaluation).amount
 
     def reserve(self, evaluation: Cost) -> Limit:
         """Return the limit on training that leaves enough for ``evaluation`` afterwards."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -28,6 +29,9 @@ STOP = 0
 
 MIX_GRID = 1000
 """Mix weights are multiples of 1 / MIX_GRID."""
+
+COSTLY_KNOBS = ("batch_size", "gradient_accumulation", "kl_coef", "lora_rank", "max_length")
+"""Knobs that change what an optimiser step can cost; all but ``lora_rank`` cost the least at their lowest value."""
 
 _SIGNIFICANT_DIGITS = 4
 
@@ -204,18 +208,38 @@ class DecisionSpace:
             return tuple(int(value) for value in self.parameters[name].values())
         return (int(self.fixed.get(name, _KNOBS[name])),)
 
-    @cached_property
-    def cheapest_recipes(self) -> Mapping[str, Mapping[str, Recipe]]:
-        """Algorithm -> source -> the recipe on that source alone whose optimiser steps cost the least."""
-        lowest = {
-            name: self.parameters[name].decode(-1.0)
-            for name in ("batch_size", "gradient_accumulation", "kl_coef", "max_length")
-            if name in self.parameters
-        }
-        return {
-            algorithm: {name: self.recipe(algorithm, mix={name: 1.0}, **lowest) for name in names}
-            for algorithm, names in self.usable.items()
-        }
+    def cheapest_recipes(self, algorithm: str, sources: Sequence[str], **held: Any) -> list[Recipe]:
+        """Return recipes of which one has the cheapest optimiser steps over a mix of all ``sources``.
+
+        Args:
+            algorithm: algorithm name.
+            sources: what the mix is over, at least one of the usable sources.
+            **held: knobs with a value that is kept; the others of `COSTLY_KNOBS` take the values that cost the least.
+        """
+        mix = {name: 1.0 / len(sources) for name in sources}
+        return [self.recipe(algorithm, mix=mix, **{**knobs, **held}) for knobs in self._cheapest_knobs(held)]
+
+    def cheaper_recipes(self, recipe: Recipe) -> list[Recipe]:
+        """Return the recipe with the other `COSTLY_KNOBS` than the batch at the values whose steps cost the least."""
+        return [self._with(recipe, **knobs) for knobs in self._cheapest_knobs(("batch_size",))]
+
+    def with_largest_batch(self, recipe: Recipe, payable: Callable[[Recipe], bool]) -> Recipe | None:
+        """Return the recipe with the largest batch, up to its own, that is ``payable``; None when none is."""
+        sizes = [size for size in self._integers("batch_size") if size <= recipe.batch_size]
+        first_dear = bisect_left(sizes, True, key=lambda size: not payable(self._with(recipe, batch_size=size)))
+        return None if first_dear == 0 else self._with(recipe, batch_size=sizes[first_dear - 1])
+
+    def _cheapest_knobs(self, held: Collection[str]) -> list[dict[str, Any]]:
+        free = {name: self.parameters[name] for name in COSTLY_KNOBS if name in self.parameters and name not in held}
+        lowest = {name: parameter.decode(-1.0) for name, parameter in free.items()}
+        if lowest.get("lora_rank", 1) != 0:
+            return [lowest]
+        # in train tokens every rank costs the same, in FLOPs an adapter less than full weights
+        return [lowest, *({**lowest, "lora_rank": rank} for rank in free["lora_rank"].values()[1:2])]
+
+    def _with(self, recipe: Recipe, **changes: Any) -> Recipe:
+        values = {name: changes.get(name, getattr(recipe, name)) for name in self.parameters}
+        return self._recipe(recipe.algorithm, recipe.start, recipe.mix, values)
 
     @property
     def width(self) -> int:

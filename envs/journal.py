@@ -7,31 +7,49 @@ training it again.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import os
+import weakref
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..inner_trainers.base import Checkpoint, RoundReport
+from ..inner_trainers.files import write_atomically
 
 FORMAT = 1
+_LOG = logging.getLogger(__name__)
+
+
+class JournalInUseError(ValueError):
+    """Another process is writing to the journal."""
 
 
 class Journal:
     """Appends finished rounds to ``rounds-NAME.jsonl`` and answers for those it already holds.
 
-    Bytes after the last whole line (a write that was cut) are set aside in a ``.damaged`` file beside it.
+    Bytes after the last whole line (a write that was cut) are set aside in a ``.damaged`` file beside it. One process
+    at a time may have the journal open: the lock on ``rounds-NAME.lock`` goes with `close`, with the last journal of
+    this file in the process, or with the process, however it ends.
 
     Args:
         folder: run directory; made when missing.
         name: distinguishes the environments that share the folder.
+
+    Attributes:
+        set_aside: damaged bytes found on opening.
+
+    Raises:
+        JournalInUseError: another process has it open.
     """
 
     def __init__(self, folder: str | Path, name: str = "0") -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = self.folder / f"rounds-{name}.jsonl"
+        self._lock: _Lock | None = _Lock.of(self.path.with_suffix(".lock"))
         self._weights = self.folder / f"checkpoints-{name}"
         self._known: dict[str, dict[str, Any]] = {}
         self.set_aside = 0
@@ -59,16 +77,28 @@ class Journal:
             self._known[entry["key"]] = entry
         if damaged:
             self.set_aside = len(damaged)
-            with open(self.path.with_suffix(".damaged"), "ab") as file:
+            aside = self.path.with_suffix(".damaged")
+            with open(aside, "ab") as file:
                 file.write(damaged)
-            _write_atomically(self.path, whole)
+            write_atomically(self.path, whole)
+            _LOG.warning("%s: %d damaged bytes were moved to %s", self.path, len(damaged), aside.name)
 
     def entry(self, key: str) -> Mapping[str, Any] | None:
         """Return the stored entry of ``key``, or None."""
         return self._known.get(key)
 
+    def close(self) -> None:
+        """Let another process open the journal; it can still be read, no longer written."""
+        self._lock = None
+
     def append(self, key: str, payload: Mapping[str, Any]) -> None:
-        """Write one entry and wait until it is on disk."""
+        """Write one entry and wait until it is on disk.
+
+        Raises:
+            ValueError: the journal is closed.
+        """
+        if self._lock is None:
+            raise ValueError(f"journal {self.path}: it is closed.")
         entry = {"format": FORMAT, "key": key, **payload}
         line = json.dumps(entry, allow_nan=False, default=str).encode() + b"\n"
         with open(self.path, "ab") as file:
@@ -84,8 +114,7 @@ class Journal:
         """
         data = _serialise(checkpoint.weights)
         if data is not None:
-            self._weights.mkdir(exist_ok=True)
-            _write_atomically(self._weights / f"{checkpoint.id}.safetensors", data)
+            write_atomically(self._weights / f"{checkpoint.id}.safetensors", data)
 
     def keep_only(self, ids: Collection[str]) -> None:
         """Remove the weights of every other checkpoint."""
@@ -111,13 +140,29 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return entry if isinstance(entry, dict) and isinstance(entry.get("key"), str) else None
 
 
-def _write_atomically(path: Path, data: bytes) -> None:
-    temporary = path.with_name(path.name + ".partial")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+class _Lock:
+    """An exclusive lock on a file, shared by the journals of this process and gone with the last of them."""
+
+    _held: weakref.WeakValueDictionary[tuple[int, Path], _Lock] = weakref.WeakValueDictionary()
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "wb")  # noqa: SIM115 - held open: closing it is what lets go
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._file.close()
+            raise JournalInUseError(
+                f"another process is writing to {path.parent} ({path.stem}); wait until it ends, or use another folder."
+            ) from error
+        weakref.finalize(self, self._file.close)
+
+    @classmethod
+    def of(cls, path: Path) -> _Lock:
+        key = os.getpid(), path.resolve()  # a forked process holds no lock of its own
+        lock = cls._held.get(key)
+        if lock is None:
+            lock = cls._held[key] = cls(path)
+        return lock
 
 
 def _serialise(weights: Any) -> bytes | None:

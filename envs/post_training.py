@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
 import gymnasium as gym
 import numpy as np
+from gymnasium.envs.registration import EnvSpec
 
 from ..inner_trainers.base import CAUSES, InnerTrainer, RoundReport, Scorecard
+from ..inner_trainers.evaluation import completion_flags
 from ..inner_trainers.messages import did_you_mean, require_integer
 from ..inner_trainers.recipe import STARTS, Recipe
 from ..inner_trainers.tasks import InnerTask, TaskFamily, resolve_task
 from .budget import Budget
-from .decision_space import STOP, DecisionSpace
+from .decision_space import COSTLY_KNOBS, STOP, DecisionSpace
 from .journal import Journal
 from .observation import CHECKPOINTS, LOSS_SCALE, SCORE_COLUMNS, ObservationInputs, ObservationLayout, observe
 from .reward import RewardSettings, round_reward
@@ -51,6 +54,7 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
 
     metadata = {"render_modes": ["ansi"], "render_fps": 1}
     action_space: gym.spaces.Dict
+    _spec: EnvSpec | None = None
 
     def __init__(
         self,
@@ -99,13 +103,28 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
         )
         self.action_space = self.space.action_space()
         self.observation_space = cast("gym.Space[dict[str, np.ndarray]]", self.layout.space())
-        self.on_step: Callable[[int, Mapping[str, float]], None] | None = None
+        evaluation = self.trainer.evaluation_cost_bound(first, "validation").in_unit(self.budget.unit)
+        if self.budget.limit < evaluation:
+            raise ValueError(
+                f"budget.limit: {self.budget.limit:g} is below what evaluating the base checkpoint alone can cost "
+                f"({evaluation:g} {self.budget.unit})."
+            )
         self._reuse = reuse
         self._journal = journal if journal is None or isinstance(journal, Journal) else Journal(journal)
+        self._owns_journal = self._journal is not journal
         self._episode = -1
         self._search: Search | None = None
-        self._history: list[np.ndarray] = []
         self._instance = self.instances[0]
+
+    @property
+    def spec(self) -> EnvSpec | None:
+        """The id and arguments it was made with; a budget in seconds makes it ``nondeterministic``."""
+        return self._spec
+
+    @spec.setter
+    def spec(self, value: EnvSpec | None) -> None:
+        clocked = value is not None and self.budget.unit == "device_seconds"
+        self._spec = replace(value, nondeterministic=True) if value is not None and clocked else value
 
     @property
     def search(self) -> Search:
@@ -149,21 +168,25 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
             journal=self._journal,
             episode=self._episode + 1,
             reuse=self._reuse,
-            on_step=None if self.on_step is None else self._forward_step,
         )
         self._instance = instance
         self._episode += 1
-        self._history = []
-        return self._observation(), self._info(None)
+        info = self._info(None)
+        info["flags"] = list(completion_flags(self._search.scorecards["base"]))
+        return self._observation(), info
 
     def step(self, action: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], float, bool, bool, dict[str, Any]]:
         """Run one round.
+
+        Where the budget pays no round at all, the first step ends the episode: ``stop`` with reward 0, any other
+        action with a failed round at cost 0. A batch of which the budget cannot pay one step becomes the largest that
+        it can pay.
 
         Raises:
             ValueError: an action outside the space, or the episode is over; nothing is trained or charged.
         """
         search = self.search
-        reason = search.ended()
+        reason = search.closed()
         if reason is not None:
             raise ValueError(f"step: the episode is over ({reason}); call reset().")
         self._check_action(action)
@@ -171,8 +194,7 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
         if recipe is None:
             search.stopped = True
             return self._observation(), 0.0, True, False, self._info(None)
-        outcome = search.run(recipe)
-        self._history.append(self._round_row(outcome))
+        outcome = search.run(search.fitted(recipe))
         reward = round_reward(
             outcome.best_before,
             outcome.best_after,
@@ -181,7 +203,7 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
             outcome.report.failure is not None,
             self.reward_settings,
         )
-        return self._observation(), float(reward), search.ended() is not None, False, self._info(outcome)
+        return self._observation(), float(reward), search.closed() is not None, False, self._info(outcome)
 
     def action_masks(self) -> np.ndarray:
         """Return ``(1 + algorithms + starts,)`` bool: the legal choices of ``algorithm``, then of ``start``.
@@ -192,6 +214,16 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
         running = self._search is None or self._search.ended() is None
         algorithms = [running and legal[name] for name in self.space.algorithms]
         return np.array([True, *algorithms, *[True] * len(STARTS)], dtype=bool)
+
+    def knob_mask(self, name: str, values: Sequence[float]) -> np.ndarray:
+        """Return ``(len(values),)`` bool: whether the budget pays a step of some algorithm with a knob at each value.
+
+        All are legal before the first `reset`, once the episode has ended, and for knobs that change no step's cost.
+        """
+        if self._search is None or name not in COSTLY_KNOBS:
+            return np.ones(len(values), dtype=bool)
+        legal = np.array([self._search.pays_with(name, value) for value in values])
+        return legal if legal.any() else np.ones(len(values), dtype=bool)
 
     def encode_recipe(self, recipe: Recipe | None) -> dict[str, Any]:
         """Return the action of a recipe (None is ``stop``); action wrappers answer in their own space."""
@@ -209,9 +241,10 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
             lines.append(describe_round(search.rounds, search.outcomes[-1]))
         return "\n".join(lines)
 
-    def _forward_step(self, number: int, row: Mapping[str, float]) -> None:
-        if self.on_step is not None:
-            self.on_step(number, row)
+    def close(self) -> None:
+        """Let go of the journal, if it was given as a folder."""
+        if self._journal is not None and self._owns_journal:
+            self._journal.close()
 
     def _check_names(self, instance: int, task: InnerTask) -> None:
         built = task.built
@@ -246,8 +279,8 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
         built = search.task.built
         budget = self.budget
         history = np.zeros((1, self.layout.history, self.layout.round_width))
-        for row, values in enumerate(reversed(self._history[-self.layout.history :])):
-            history[0, row] = values
+        for row, outcome in enumerate(reversed(search.outcomes[-self.layout.history :])):
+            history[0, row] = self._round_row(outcome)
         last = np.zeros((1, self.layout.last_width))
         if search.outcomes:
             last[0] = self._last_row(search.outcomes[-1])
@@ -281,7 +314,7 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
 
     def _last_row(self, outcome: Outcome) -> np.ndarray:
         report = outcome.report
-        recipe_gain_cost = self._history[-1][:-1]
+        recipe_gain_cost = self._round_row(outcome)[:-1]
         causes = [float(report.failure is not None and report.failure.cause == cause) for cause in CAUSES]
         done = report.steps / report.recipe.steps
         failed = float(report.failure is not None)
@@ -336,7 +369,7 @@ def round_info(outcome: Outcome) -> dict[str, Any]:
         "charged": outcome.charged,
         "curves": [dict(row) for row in report.curves],
         "supervised_tokens": report.supervised_tokens,
-        "failure": None if report.failure is None else vars(report.failure),
+        "failure": None if report.failure is None else asdict(report.failure),
         "flags": list(report.flags),
         "cached": report.cached,
     }

@@ -5,18 +5,21 @@ The environment is a thin face over this class, so tools that know no Gymnasium 
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..inner_trainers.base import Checkpoint, Cost, Failure, InnerTrainer, RoundReport, Scorecard, round_id
+from ..inner_trainers.evaluation import completion_flags
 from ..inner_trainers.faults import failure_from_exception
 from ..inner_trainers.recipe import STARTS, Recipe
 from ..inner_trainers.tasks.base import InnerTask
 from .budget import Budget, BudgetLedger
-from .decision_space import DecisionSpace
+from .decision_space import COSTLY_KNOBS, DecisionSpace
 from .journal import Journal
 
 _LOG = logging.getLogger(__name__)
@@ -60,11 +63,11 @@ class Search:
             new data.
         journal: where finished rounds are written and looked up; None for nowhere.
         episode: number of the search in the journal.
-        reuse: whether an equal round of this search is answered from memory at cost 0.
-        on_step: called after each optimiser step with (round number from 1, curve row).
+        reuse: whether an equal round of this search is answered from memory at cost 0. The weights of every finished
+            round are then kept, in memory and in the journal's folder; else those of base, best and latest alone.
 
     Attributes:
-        checkpoints: ``"base"``, ``"best"`` and ``"latest"`` -> checkpoint.
+        checkpoints: ``"base"``, ``"best"`` and ``"latest"`` -> checkpoint; `weights_of` has their weights.
         scorecards: the same names -> validation scorecard.
         ledger: what was spent.
         outcomes: every round so far.
@@ -81,24 +84,26 @@ class Search:
         journal: Journal | None = None,
         episode: int = 0,
         reuse: bool = True,
-        on_step: Callable[[int, Mapping[str, float]], None] | None = None,
     ) -> None:
         self.task, self.trainer, self.space, self.seed = task, trainer, space, seed
         self.ledger = BudgetLedger(budget)
         self.outcomes: list[Outcome] = []
         self.stopped = False
-        self._journal, self._episode, self._reuse, self._on_step = journal, episode, reuse, on_step
-        # Neither holds weights: those of base, best and latest are in `checkpoints`, any others can be made again.
+        self._journal, self._episode, self._reuse = journal, episode, reuse
+        self._fingerprint = json.loads(json.dumps(dict(trainer.fingerprint)))
         self._answers: dict[str, RoundReport] = {}
-        self._made_by: dict[str, tuple[Checkpoint, Recipe, int]] = {}
+        self._made_by: dict[str, tuple[str, Recipe, int, int]] = {}  # id -> id of the start, recipe, seed, steps
+        self._bounds: dict[Any, Cost] = {}
         self._evaluation_bound = trainer.evaluation_cost_bound(task, "validation")
+        self._evaluation_seconds = 0.0
         base = trainer.base(task)
+        self._kept: dict[str, Checkpoint] = {base.id: base}  # checkpoints with their weights
         self.checkpoints: dict[str, Checkpoint] = dict.fromkeys(STARTS, base)
         scorecard, cost = self._evaluate_base(base)
         self.scorecards: dict[str, Scorecard] = dict.fromkeys(STARTS, scorecard)
-        self.ledger.settle("evaluation of the base checkpoint", cost)
-        self._cheapest = self._cheapest_rounds()
-        self.available = {name: name in self._cheapest for name in space.algorithms}
+        self._settle_cost("evaluation of the base checkpoint", cost)
+        self._sources = {name: self._usable_sources(name) for name in space.algorithms}
+        self.available = {name: bool(sources) for name, sources in self._sources.items()}
 
     @property
     def rounds(self) -> int:
@@ -116,8 +121,29 @@ class Search:
         return count
 
     def legal(self) -> dict[str, bool]:
-        """Return for each algorithm whether the task has its data and the budget pays one step and its evaluation."""
-        return {name: there and self.ledger.can_pay(self._cheapest[name]) for name, there in self.available.items()}
+        """Return for each algorithm whether the task has its data and the budget pays one step and its evaluation.
+
+        The step is the cheapest that a mix of all its sources allows.
+        """
+        return {name: there and self._pays_cheapest(name) for name, there in self.available.items()}
+
+    def pays_with(self, knob: str, value: Any) -> bool:
+        """Return whether the budget pays a step of some legal algorithm with a knob at a value, the others cheapest."""
+        return any(legal and self._pays_cheapest(name, (knob, value)) for name, legal in self.legal().items())
+
+    def fitted(self, recipe: Recipe) -> Recipe:
+        """Return the recipe; where the budget cannot pay one step of it, with the largest batch that it can.
+
+        Where no batch of the space is small enough, the other knobs that change a step's cost are lowered too. A recipe
+        of an algorithm that is not legal is returned as it is.
+        """
+        if self._pays(recipe) or not self.legal()[recipe.algorithm]:
+            return recipe
+        for cheaper in (recipe, *self.space.cheaper_recipes(recipe)):
+            found = self.space.with_largest_batch(cheaper, self._pays)
+            if found is not None:
+                return found
+        return recipe
 
     def ended(self) -> str | None:
         """Return why no further round may run (``"stop"``, ``"rounds"``, ``"patience"``, ``"budget"``), or None."""
@@ -132,14 +158,22 @@ class Search:
             return "budget"
         return None
 
+    def closed(self) -> str | None:
+        """Return the reason as `ended`, once a round or ``stop`` came to it; None while one more may be asked for.
+
+        A search whose budget pays no round at all has ended before it began. It still takes one request, so that it
+        can be played like any other: `run` then answers with a failure that costs nothing.
+        """
+        return self.ended() if self.stopped or self.outcomes else None
+
     def run(self, recipe: Recipe) -> Outcome:
         """Run one round to its evaluated end. A failure inside the round is an outcome, not an exception.
 
         Raises:
-            ValueError: the search has ended, or the recipe is not in its space.
+            ValueError: the search is closed, or the recipe is not in its space.
             JournalMismatchError: the journal holds another run.
         """
-        reason = self.ended()
+        reason = self.closed()
         if reason is not None:
             raise ValueError(f"the search has ended ({reason}); start a new one.")
         self.space.encode(recipe)
@@ -154,9 +188,9 @@ class Search:
         if not self.available[recipe.algorithm]:
             evidence = f"no source of the space has the rows {recipe.algorithm} trains on"
             return Failure("algorithm_mismatch", "no_data", 0, evidence)
-        cheapest = self._cheapest[recipe.algorithm]
-        if not self.ledger.can_pay(cheapest):
+        if not self._pays_cheapest(recipe.algorithm):
             unit = self.ledger.budget.unit
+            cheapest = self._cheapest_step(recipe.algorithm) + self._evaluation_cost()
             evidence = f"{self.ledger.left:g} {unit} are left, one step and its evaluation can cost "
             return Failure("resources", "unaffordable", 0, f"{evidence}{cheapest.in_unit(unit):g}")
         try:
@@ -171,11 +205,11 @@ class Search:
 
     def _run_legal(self, recipe: Recipe, start: Checkpoint) -> Outcome:
         seed = self._seed_from(start)
-        key = round_id(self.task, start, recipe, seed)
+        key = round_id(self.task, start, recipe, seed, self.trainer.ignored_settings(recipe.algorithm))
         if self._reuse and key in self._answers:
-            report = self._answers[key]
-            free = replace(report, cached=True, training_cost=Cost(), evaluation_cost=Cost(), wall_seconds=0.0)
-            return self._settle(free, _without_weights(report, start), replayed=False)
+            answer = replace(self._answers[key], recipe=recipe, cached=True, wall_seconds=0.0)
+            free = replace(answer, training_cost=Cost(), evaluation_cost=Cost())
+            return self._settle(free, _without_weights(answer, start), replayed=False)
         written = self._written_down(key)
         if written is not None:
             report, made = written, _without_weights(written, start)
@@ -183,22 +217,24 @@ class Search:
             report, made = self._train(recipe, self._with_weights(start), seed)
             self._write_down(key, report, made)
         if made is not None:
-            self._made_by[made.id] = (_unloaded(start), recipe, seed)
+            self._made_by[made.id] = (start.id, recipe, seed, report.steps)
+            if made.weights is not None:
+                self._kept[made.id] = made
         if report.ended == "finished" or (report.failure is not None and report.failure.cause in _REPEATABLE):
             self._answers[key] = report
         outcome = self._settle(report, made, replayed=written is not None)
+        self._drop_weights()
         if self._journal is not None and written is None:
             # Only now: while a journal is read back, its folder holds the weights of rounds that are still to come.
-            self._journal.keep_only([checkpoint.id for checkpoint in self.checkpoints.values()])
+            self._journal.keep_only(self._startable())
         return outcome
 
     def _settle(self, report: RoundReport, checkpoint: Checkpoint | None, replayed: bool) -> Outcome:
         best_before = self.scorecards["best"].score
-        charged = self.ledger.settle(f"round {self.rounds + 1}", report.cost)
+        charged = self._settle_cost(f"round {self.rounds + 1}", report.cost, report.evaluation_cost.device_seconds)
         improved = False
         if checkpoint is not None and report.scorecard is not None:
-            if checkpoint.weights is None:
-                checkpoint = self._in_memory(checkpoint)
+            checkpoint = replace(checkpoint, weights=None)
             self.checkpoints["latest"], self.scorecards["latest"] = checkpoint, report.scorecard
             improved = report.scorecard.score > best_before
             if improved:
@@ -207,11 +243,16 @@ class Search:
         self.outcomes.append(outcome)
         return outcome
 
+    def _settle_cost(self, purpose: str, cost: Cost, evaluation_seconds: float | None = None) -> float:
+        seconds = cost.device_seconds if evaluation_seconds is None else evaluation_seconds
+        self._evaluation_seconds = seconds or self._evaluation_seconds
+        return self.ledger.settle(purpose, cost)
+
     def _seed_from(self, start: Checkpoint) -> int:
         return (self.seed + start.depth) % 2**31
 
     def _train(self, recipe: Recipe, start: Checkpoint, seed: int) -> tuple[RoundReport, Checkpoint | None]:
-        limit = self.ledger.reserve(self._evaluation_bound)
+        limit = self.ledger.reserve(self._evaluation_cost())
         try:
             session = self.trainer.begin(self.task, recipe, start, seed, limit)
         except ValueError as error:  # what `check` cannot see before rows are tokenised
@@ -220,16 +261,16 @@ class Search:
             _LOG.warning("a round could not begin", exc_info=True)
             return _failed_report(recipe, start, seed, failure_from_exception(error, 0)), None
         try:
-            if self._on_step is None:
-                session.advance()
-            else:
-                while not session.done:
-                    self._on_step(self.rounds + 1, session.advance(1))
+            session.advance()
             report, checkpoint = session.result()
         finally:
             session.close()
-        if checkpoint is None:
-            return report, None
+        return (report, None) if checkpoint is None else self._evaluated(report, checkpoint)
+
+    def _evaluated(self, report: RoundReport, checkpoint: Checkpoint) -> tuple[RoundReport, Checkpoint | None]:
+        began = time.perf_counter()
+        # What an evaluation that raised has used is not known: it is charged the most it can have been.
+        cost = self._evaluation_bound
         try:
             scorecard, cost = self.trainer.evaluate(self.task, checkpoint, "validation")
             _require_finite(scorecard)
@@ -238,8 +279,10 @@ class Search:
             failure = failure_from_exception(error, report.steps)
             if failure.kind == "trainer_raised":
                 failure = replace(failure, kind="evaluation_raised")
-            return replace(report, failure=failure, ended="failed", checkpoint=None), None
-        flags = report.flags + _completion_flags(scorecard)
+            if cost is self._evaluation_bound:
+                cost = replace(cost, device_seconds=time.perf_counter() - began)
+            return replace(report, failure=failure, ended="failed", checkpoint=None, evaluation_cost=cost), None
+        flags = report.flags + completion_flags(scorecard)
         return replace(report, scorecard=scorecard, evaluation_cost=cost, flags=flags), checkpoint
 
     def _evaluate_base(self, base: Checkpoint) -> tuple[Scorecard, Cost]:
@@ -250,27 +293,31 @@ class Search:
             "task": self.task.built.content_hash,
             "seed": self.seed,
             "budget": [budget.unit, budget.limit],
-            "evaluation_bound": vars(self._evaluation_bound),
+            "trainer": self._fingerprint,
         }
-        entry = None if self._journal is None else self._journal.entry(key)
+        entry = self._entry(key, content)
         if entry is not None:
-            if {name: entry.get(name) for name in content} != content:
-                raise JournalMismatchError(_mismatch(self._journal, key))
             return Scorecard.from_dict(entry["scorecard"]), Cost(**entry["cost"])
         scorecard, cost = self.trainer.evaluate(self.task, base, "validation")
         _require_finite(scorecard)
         if self._journal is not None:
-            self._journal.append(key, {**content, "scorecard": scorecard.to_dict(), "cost": vars(cost)})
+            self._journal.append(key, {**content, "scorecard": scorecard.to_dict(), "cost": asdict(cost)})
         return scorecard, cost
 
+    def _entry(self, key: str, content: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return the journal's entry of a key; None when there is none.
+
+        Raises:
+            JournalMismatchError: it was written for other ``content``.
+        """
+        entry = None if self._journal is None else self._journal.entry(key)
+        if entry is not None and {name: entry.get(name) for name in content} != dict(content):
+            raise JournalMismatchError(_mismatch(self._journal, key))
+        return entry
+
     def _written_down(self, key: str) -> RoundReport | None:
-        name = f"{self._episode}.{self.rounds}"
-        entry = None if self._journal is None else self._journal.entry(name)
-        if entry is None:
-            return None
-        if entry.get("round_id") != key:
-            raise JournalMismatchError(_mismatch(self._journal, name))
-        return RoundReport.from_dict(entry["report"])
+        entry = self._entry(f"{self._episode}.{self.rounds}", {"round_id": key, "trainer": self._fingerprint})
+        return None if entry is None else RoundReport.from_dict(entry["report"])
 
     def _write_down(self, key: str, report: RoundReport, made: Checkpoint | None) -> None:
         if self._journal is None:
@@ -278,35 +325,37 @@ class Search:
         if made is not None:
             self._journal.save_weights(made)
         payload: dict[str, Any] = {"round_id": key, "episode": self._episode, "round": self.rounds}
+        payload["trainer"] = self._fingerprint
         payload["instance"] = self.task.facts()
         self._journal.append(f"{self._episode}.{self.rounds}", {**payload, "report": report.to_dict()})
 
-    def _in_memory(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the checkpoint as base, best or latest hold it, with their weights; itself when none does."""
-        for held in self.checkpoints.values():
-            if held.id == checkpoint.id and held.weights is not None:
-                return held
-        return checkpoint
+    def _startable(self) -> set[str]:
+        """Return the ids of the checkpoints that a later round can start from: now, or after a round is reused."""
+        ids = {checkpoint.id for checkpoint in self.checkpoints.values()}
+        if self._reuse:
+            ids.update(report.checkpoint for report in self._answers.values() if report.checkpoint is not None)
+        return ids
+
+    def _drop_weights(self) -> None:
+        startable = self._startable()
+        self._kept = {name: kept for name, kept in self._kept.items() if name in startable or name == "base"}
 
     def _with_weights(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint with weights: from memory, from disk, or by repeating the round that made it."""
-        checkpoint = self._in_memory(checkpoint)
-        if checkpoint.weights is not None:
-            return checkpoint
-        weights = None if self._journal is None else self._journal.weights(checkpoint.id)
-        loaded = replace(checkpoint, weights=self._make_again(checkpoint) if weights is None else weights)
-        for name, held in self.checkpoints.items():
-            if held.id == loaded.id:
-                self.checkpoints[name] = loaded
-                if weights is None and self._journal is not None:
-                    self._journal.save_weights(loaded)
-        return loaded
+        if checkpoint.id not in self._kept:
+            weights = None if self._journal is None else self._journal.weights(checkpoint.id)
+            loaded = replace(checkpoint, weights=self._make_again(checkpoint) if weights is None else weights)
+            if weights is None and self._journal is not None:
+                self._journal.save_weights(loaded)
+            self._kept[checkpoint.id] = loaded
+        return self._kept[checkpoint.id]
 
     def _make_again(self, checkpoint: Checkpoint) -> Any:
+        """Return the weights of a checkpoint of a journal that lost them; the round was charged when it first ran."""
         _LOG.warning("the weights of checkpoint %s were not kept; its round is repeated", checkpoint.id)
-        parent, recipe, seed = self._made_by[checkpoint.id]
-        steps = next(o.report.steps for o in self.outcomes if o.report.checkpoint == checkpoint.id)
-        session = self.trainer.begin(self.task, recipe, self._with_weights(parent), seed, None)
+        parent, recipe, seed, steps = self._made_by[checkpoint.id]
+        start = self._with_weights(Checkpoint(parent, None, checkpoint.depth - 1))
+        session = self.trainer.begin(self.task, recipe, start, seed, None)
         try:
             session.advance(steps)
             report, made = session.result()
@@ -317,26 +366,47 @@ class Search:
             raise RuntimeError(f"the round that made checkpoint {checkpoint.id} failed when it was repeated{reason}.")
         return made.weights
 
-    def _cheapest_rounds(self) -> dict[str, Cost]:
-        """Return for each algorithm that has data the bound of one step of the smallest batch, with its evaluation."""
-        available = dict(zip(self.trainer.algorithms, self.trainer.available(self.task), strict=True))
-        unit = self.ledger.budget.unit
-        cheapest = {}
-        for algorithm, recipes in self.space.cheapest_recipes.items():
-            usable = self.trainer.usable_sources(self.task, algorithm) if available.get(algorithm, False) else ()
-            bounds = [self.trainer.step_cost_bound(self.task, recipes[name]) for name in recipes if name in usable]
-            if bounds:
-                cheapest[algorithm] = min(bounds, key=lambda cost: cost.in_unit(unit)) + self._evaluation_bound
-        return cheapest
+    def _usable_sources(self, algorithm: str) -> tuple[str, ...]:
+        """Return the sources of the space that have the algorithm's rows on this task."""
+        if algorithm not in self.trainer.algorithms:
+            return ()
+        there = self.trainer.usable_sources(self.task, algorithm)
+        return tuple(name for name in self.space.usable[algorithm] if name in there)
+
+    def _evaluation_cost(self) -> Cost:
+        """Return what is kept back for the next evaluation: the most it can cost, in seconds what the last one took."""
+        return replace(self._evaluation_bound, device_seconds=self._evaluation_seconds)
+
+    def _pays(self, recipe: Recipe) -> bool:
+        try:
+            bound = self._step_bound(recipe)
+        except ValueError:  # it is refused for another reason than its price
+            return True
+        return self.ledger.can_pay(bound, self._evaluation_cost())
+
+    def _pays_cheapest(self, algorithm: str, held: tuple[str, Any] | None = None) -> bool:
+        return self.ledger.can_pay(self._cheapest_step(algorithm, held), self._evaluation_cost())
+
+    def _cheapest_step(self, algorithm: str, held: tuple[str, Any] | None = None) -> Cost:
+        """Return the bound of the algorithm's cheapest step on a mix of all its sources, with one knob ``held``."""
+        key = (algorithm, held)
+        if key not in self._bounds:
+            knobs = {} if held is None else {held[0]: held[1]}
+            recipes = self.space.cheapest_recipes(algorithm, self._sources[algorithm], **knobs)
+            unit = self.ledger.budget.unit
+            self._bounds[key] = min(map(self._step_bound, recipes), key=lambda cost: cost.in_unit(unit))
+        return self._bounds[key]
+
+    def _step_bound(self, recipe: Recipe) -> Cost:
+        used = tuple(name for name, weight in recipe.mix.items() if weight > 0)
+        key = (recipe.algorithm, used, *(getattr(recipe, name) for name in (*COSTLY_KNOBS, "num_generations")))
+        if key not in self._bounds:
+            self._bounds[key] = self.trainer.step_cost_bound(self.task, recipe)
+        return self._bounds[key]
 
 
 _REPEATABLE = ("hyperparameter", "data")
 """Causes of failure that an equal round meets again; other rounds may succeed at a second try."""
-
-
-def _unloaded(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint without its weights; the base keeps them, nothing could make them again."""
-    return checkpoint if checkpoint.id == "base" else replace(checkpoint, weights=None)
 
 
 def _without_weights(report: RoundReport, start: Checkpoint) -> Checkpoint | None:
@@ -354,24 +424,9 @@ def _failed_report(recipe: Recipe, start: Checkpoint, seed: int, failure: Failur
     )
 
 
-def _completion_flags(scorecard: Scorecard) -> tuple[str, ...]:
-    flags = []
-    if scorecard.empty_share == 1.0:
-        flags.append(
-            "100 % of the evaluated completions are empty: the model ends at once; check that its generation settings "
-            "do not list the padding token among the end tokens"
-        )
-    if scorecard.clipped_share == 1.0:
-        flags.append(
-            "100 % of the evaluated completions reach the length limit: the model never ends; check the end token in "
-            "the training rows, or raise max_new_tokens"
-        )
-    return tuple(flags)
-
-
 def _mismatch(journal: Journal | None, key: str) -> str:
     path = None if journal is None else journal.path
     return (
-        f"{path}, entry {key}: it was written by a run with another task, seed or settings than this one. "
+        f"{path}, entry {key}: it was written by a run with another task, seed, trainer or settings than this one. "
         "Resume with the settings the folder was made with, or use a new folder."
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -105,7 +105,7 @@ class Checkpoint:
     """Weights held in memory, with where they came from.
 
     Attributes:
-        id: ``"base"`` for the task's own weights, else the `round_id` of the round that made them.
+        id: ``"base"`` for the task's own weights, else the `checkpoint_id` of the round that made them.
         weights: parameter name -> CPU tensor, or whatever the inner trainer keeps there.
         depth: rounds between the base weights and these.
     """
@@ -115,9 +115,33 @@ class Checkpoint:
     depth: int = 0
 
 
-def round_id(task: InnerTask, start: Checkpoint, recipe: Recipe, seed: int) -> str:
-    """Return 16 hex digits that name a round and the checkpoint it makes: equal for an equal round, in any process."""
-    text = f"{task.built.content_hash}/{start.id}/{recipe.content_hash}/{seed}"
+def round_id(task: InnerTask, start: Checkpoint, recipe: Recipe, seed: int, ignored: Collection[str] = ()) -> str:
+    """Return 16 hex digits that name a round: equal for an equal training from equal weights, in any process.
+
+    Args:
+        task: what it trains on.
+        start: the checkpoint it starts from; its id counts, not the name the recipe gives it.
+        recipe: what is asked.
+        seed: the trainer's seed.
+        ignored: recipe fields that the algorithm ignores; see `InnerTrainer.ignored_settings`.
+    """
+    return _digest(f"{task.built.content_hash}/{start.id}/{recipe.training_hash(ignored)}/{seed}")
+
+
+def checkpoint_id(round_id: str, planned: int, factors: Sequence[float]) -> str:
+    """Return the id of the checkpoint a round made: the round's own when it finished as asked, else one of its own.
+
+    Args:
+        round_id: the round.
+        planned: optimiser steps that were asked for.
+        factors: for each step that was done, the product of the adjustments its learning rate was multiplied by.
+    """
+    if len(factors) == planned and all(factor == 1.0 for factor in factors):
+        return round_id
+    return _digest(f"{round_id}/{list(map(float, factors))}")
+
+
+def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -312,8 +336,12 @@ class InnerTrainer(Protocol):
     def algorithms(self) -> tuple[str, ...]:
         """Names of the algorithms it knows, in a fixed order."""
 
-    def available(self, task: InnerTask) -> tuple[bool, ...]:
-        """Return for each of `algorithms` whether the task has the data it needs."""
+    @property
+    def fingerprint(self) -> Mapping[str, Any]:
+        """Plain JSON types: what of the trainer's own settings changes results. A journal holds rounds of one only."""
+
+    def ignored_settings(self, algorithm: str) -> tuple[str, ...]:
+        """Return the recipe fields that ``algorithm`` ignores: recipes that differ in them alone are one training."""
 
     def usable_sources(self, task: InnerTask, algorithm: str) -> tuple[str, ...]:
         """Return the names of the sources that have the rows ``algorithm`` trains on, sorted."""

@@ -148,6 +148,22 @@ def summarise_dimension(scores: np.ndarray, formed: np.ndarray, k: int) -> Dimen
     )
 
 
+def completion_flags(scorecard: Scorecard) -> tuple[str, ...]:
+    """Return sentences about completions that end at once or never, where all of them do; usually none."""
+    flags = []
+    if scorecard.empty_share == 1.0:
+        flags.append(
+            "100 % of the evaluated completions are empty: the model ends at once; check that its generation settings "
+            "do not list the padding token among the end tokens"
+        )
+    if scorecard.clipped_share == 1.0:
+        flags.append(
+            "100 % of the evaluated completions reach the length limit: the model never ends; check the end token in "
+            "the training rows, or raise max_new_tokens"
+        )
+    return tuple(flags)
+
+
 def unbiased_pass_at_k(samples: int, right: int, k: int) -> float:
     """Return 1 - C(samples - right, k) / C(samples, k), the unbiased estimate of Chen et al. (2021)."""
     if samples - right < k:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
@@ -88,13 +88,24 @@ class Recipe:
         put(self, "weight_decay", require_number("weight_decay", self.weight_decay, low=0, high=10))
         put(self, "lora_rank", require_integer("lora_rank", self.lora_rank, low=0, high=1024))
         put(self, "max_length", require_integer("max_length", self.max_length, low=2, high=1_048_576))
-        payload = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
-        put(self, "_hash", hashlib.sha256(payload.encode()).hexdigest()[:16])
+        put(self, "_hash", _digest(self.to_dict()))
 
     @property
     def content_hash(self) -> str:
         """16 hex digits that are equal exactly when every field is equal, in any process."""
         return self._hash
+
+    def training_hash(self, ignored: Collection[str] = ()) -> str:
+        """Return 16 hex digits that are equal when two recipes ask for the same training from the same weights.
+
+        Neither the name of the start nor a source of weight 0 changes what is trained.
+
+        Args:
+            ignored: fields that the recipe's algorithm ignores.
+        """
+        data = {name: value for name, value in self.to_dict().items() if name not in ("start", *ignored)}
+        data["mix"] = {name: weight for name, weight in self.mix.items() if weight > 0}
+        return _digest(data)
 
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate that optimiser step ``step`` (from 1) uses when nothing adjusts it."""
@@ -133,6 +144,10 @@ class Recipe:
 
     def __hash__(self) -> int:
         return hash(self._hash)
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
 def _checked_mix(mix: object) -> dict[str, float]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .base import Checkpoint, Cost, DimensionScore, Failure, Limit, RoundReport, Scorecard, round_id
+from .base import Checkpoint, Cost, DimensionScore, Failure, Limit, RoundReport, Scorecard, checkpoint_id, round_id
 from .messages import did_you_mean
 from .recipe import Adjustment, Recipe
 from .tasks.base import Benchmark, InnerTask, Item, Source, TaskFamily
@@ -203,9 +203,14 @@ class ScriptedTrainer:
         """``("grpo", "sft")``."""
         return ("grpo", "sft")
 
-    def available(self, task: InnerTask) -> tuple[bool, ...]:
-        """Return for each algorithm whether some source has its rows."""
-        return tuple(bool(self.usable_sources(task, name)) for name in self.algorithms)
+    @property
+    def fingerprint(self) -> Mapping[str, Any]:
+        """The class's name: a subclass may score otherwise."""
+        return {"trainer": type(self).__name__}
+
+    def ignored_settings(self, algorithm: str) -> tuple[str, ...]:
+        """Return what SFT ignores; GRPO ignores ``max_length``."""
+        return ("max_length",) if algorithm == "grpo" else ("kl_coef", "num_generations", "temperature")
 
     def usable_sources(self, task: InnerTask, algorithm: str) -> tuple[str, ...]:
         """Return the sources with ``prompts`` for GRPO, with ``demonstrations`` for SFT."""
@@ -278,6 +283,7 @@ class ScriptedSession:
         self._ended: str | None = None
         self._failure: Failure | None = None
         self._factor = 1.0
+        self._factors: list[float] = []
         self._bound = trainer.step_cost_bound(task, recipe)
         self._steps_paid = math.inf
         if limit is not None and self._bound.in_unit(limit.unit) > 0:
@@ -317,6 +323,7 @@ class ScriptedSession:
                     "learning_rate": self._recipe.learning_rate * self._factor,
                 }
             )
+            self._factors.append(self._factor)
             failure = watch.observe(self.step, loss, 1.0)
             if failure is not None:
                 self._failure, self._ended = failure, "failed"
@@ -346,11 +353,10 @@ class ScriptedSession:
             self._failure, ended = Failure("resources", "budget_too_small", 0, "no optimiser step was taken"), "failed"
         checkpoint = None
         if self._failure is None:
-            checkpoint = Checkpoint(
-                round_id(self._task, self._start, self._recipe, self._seed),
-                {"scores": self._moved()},
-                self._start.depth + 1,
-            )
+            ignored = self._trainer.ignored_settings(self._recipe.algorithm)
+            whole = round_id(self._task, self._start, self._recipe, self._seed, ignored)
+            made = checkpoint_id(whole, self._recipe.steps, self._factors)
+            checkpoint = Checkpoint(made, {"scores": self._moved()}, self._start.depth + 1)
         return (
             RoundReport(
                 recipe=self._recipe,

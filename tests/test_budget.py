@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from posttrain_gym.envs.budget import Budget, BudgetLedger
 from posttrain_gym.envs.post_training import PostTrainingEnv
-from posttrain_gym.inner_trainers.base import Cost, Limit
-from posttrain_gym.inner_trainers.testing import ScriptedFamily
+from posttrain_gym.inner_trainers.base import Checkpoint, Cost, Limit, Scorecard
+from posttrain_gym.inner_trainers.recipe import Recipe
+from posttrain_gym.inner_trainers.tasks import InnerTask
+from posttrain_gym.inner_trainers.testing import ScriptedFamily, ScriptedTrainer
 
 
 @pytest.mark.parametrize(
@@ -39,11 +41,13 @@ def test_reserve_leaves_the_evaluation() -> None:
 
 def test_nothing_can_be_paid_from_nothing() -> None:
     ledger = BudgetLedger(Budget(limit=1, unit="device_seconds"))
-    assert ledger.can_pay(Cost())  # seconds are not known ahead
-    assert ledger.can_pay(Cost(device_seconds=1.0))
-    assert not ledger.can_pay(Cost(device_seconds=1.001))
+    assert ledger.can_pay(Cost(), Cost())  # seconds are not known ahead
+    assert ledger.can_pay(Cost(), Cost(device_seconds=1.0))
+    assert not ledger.can_pay(Cost(), Cost(device_seconds=1.001))
+    assert ledger.can_pay(Cost(device_seconds=0.25), Cost(device_seconds=0.75))
+    assert not ledger.can_pay(Cost(device_seconds=0.26), Cost(device_seconds=0.75))
     ledger.settle("round 1", Cost(device_seconds=1.5))
-    assert not ledger.can_pay(Cost())
+    assert not ledger.can_pay(Cost(), Cost())
 
 
 def test_a_budget_comes_from_a_number_a_mapping_or_a_budget() -> None:
@@ -80,7 +84,7 @@ def test_bad_settings_are_refused_by_name(settings: dict[str, Any], message: str
 
 @settings(max_examples=60, deadline=None)
 @given(
-    limit=st.floats(1, 60_000),
+    limit=st.floats(100, 60_000),  # an evaluation costs 100
     unit=st.sampled_from(["train_tokens", "flops"]),
     rounds=st.integers(1, 12),
     seed=st.integers(0, 10_000),
@@ -102,6 +106,33 @@ def test_a_search_never_spends_more_than_its_limit(limit: float, unit: str, roun
     assert ledger.entries[0] == ("evaluation of the base checkpoint", base)
     # counted units: a round is cut before the step that could pass the limit, so there is no overshoot at all
     assert ledger.spent <= max(budget["limit"], base) * (1 + 1e-12)  # type: ignore[call-overload]
+
+
+class TimedTrainer(ScriptedTrainer):
+    """Says how long its steps and evaluations took, on a clock that only they move."""
+
+    step, evaluation = 1.0, 4.0
+
+    def step_cost_bound(self, task: InnerTask, recipe: Recipe) -> Cost:
+        return Cost(device_seconds=self.step)
+
+    def evaluation_cost_bound(self, task: InnerTask, split: str) -> Cost:
+        return Cost()  # not known ahead
+
+    def evaluate(self, task: InnerTask, checkpoint: Checkpoint, split: str) -> tuple[Scorecard, Cost]:
+        return super().evaluate(task, checkpoint, split)[0], Cost(device_seconds=self.evaluation)
+
+
+@pytest.mark.parametrize("limit", [20.0, 20.5, 31.0, 47.3])
+def test_seconds_keep_back_what_the_last_evaluation_took(limit: float) -> None:
+    budget = {"limit": limit, "unit": "device_seconds", "max_rounds": 50, "patience": 50}
+    env = PostTrainingEnv(ScriptedFamily(), trainer=TimedTrainer(), budget=budget, reuse=False)
+    env.reset(seed=0)
+    assert env.search.ledger.spent == 4.0
+    while env.search.closed() is None:
+        env.step(env.encode_recipe(env.space.recipe("sft", steps=10)))
+    assert env.search.outcomes[0].report.steps == min(10, int(limit - 8))
+    assert limit - 5 < env.search.ledger.spent <= limit  # each step's seconds are known here; else one step more
 
 
 def test_seconds_run_out() -> None:

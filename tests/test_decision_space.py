@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import pickle
 from typing import Any
@@ -303,18 +304,50 @@ def test_an_algorithm_without_data_still_decodes() -> None:
 
 
 def test_cheapest_recipes_are_the_smallest_steps() -> None:
-    assert {name: list(recipes) for name, recipes in WIDE.cheapest_recipes.items()} == {"grpo": ["a", "b"]}
-    cheapest = WIDE.cheapest_recipes["grpo"]["a"]
-    assert (cheapest.batch_size, cheapest.gradient_accumulation, cheapest.kl_coef) == (
-        7,
-        1,
-        0.0,
-    )  # 5 and 6 hold no group of 4 or 7
-    assert cheapest.mix == {"a": 1.0}
+    (cheapest,) = WIDE.cheapest_recipes("grpo", ("a", "b"))
+    assert (cheapest.batch_size, cheapest.gradient_accumulation, cheapest.kl_coef) == (7, 1, 0.0)
+    assert cheapest.mix == {"a": 0.5, "b": 0.5}  # 5 and 6 hold no group of 4 or 7
+    (held,) = WIDE.cheapest_recipes("grpo", ("b",), batch_size=64, kl_coef=0.2)
+    assert (held.batch_size, held.gradient_accumulation, held.kl_coef, dict(held.mix)) == (64, 1, 0.2, {"b": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        (Parameter(choices=(0, 8, 16)), [0, 8]),  # full weights or the smallest adapter: it depends on the unit
+        (Parameter(choices=(8, 16)), [8]),
+        (Parameter(choices=(0,)), [0]),
+        (Parameter(0, 64, integer=True), [0, 1]),
+    ],
+)
+def test_the_cheapest_recipes_consider_adapters(ranks: Parameter, expected: list[int]) -> None:
+    space = DecisionSpace(
+        ("sft",), ("a",), {"sft": ("a",)}, {"batch_size": Parameter(choices=(4, 8)), "lora_rank": ranks}
+    )
+    found = space.cheapest_recipes("sft", ("a",))
+    assert [(recipe.lora_rank, recipe.batch_size) for recipe in found] == [(rank, 4) for rank in expected]
+    assert [r.lora_rank for r in space.cheapest_recipes("sft", ("a",), lora_rank=expected[-1])] == [expected[-1]]
+
+
+def test_the_largest_batch_that_can_be_paid() -> None:
+    asked = SPACE.recipe("grpo", batch_size=64, num_generations=8, start="latest", learning_rate=1e-3)
+    for most, expected in ((64, 64), (63, 32), (16, 16), (15, None)):
+        found = SPACE.with_largest_batch(asked, lambda recipe, most=most: recipe.batch_size <= most)  # type: ignore[misc]
+        assert found == (None if expected is None else dataclasses.replace(asked, batch_size=expected))
+    small = dataclasses.replace(asked, batch_size=16)
+    assert SPACE.with_largest_batch(small, lambda recipe: True) == small  # never larger than asked
+    wide = WIDE.recipe("grpo", batch_size=60, gradient_accumulation=3, kl_coef=0.2, num_generations=4)
+    for most in (60, 41, 30, 8, 7):
+        found = WIDE.with_largest_batch(wide, lambda recipe, most=most: recipe.batch_size <= most)  # type: ignore[misc]
+        assert found is not None
+        assert found.batch_size == max(n for n in range(5, most + 1) if n * 3 % 4 == 0 or n * 3 % 7 == 0)
+        assert found.batch_size * 3 % found.num_generations == 0
+    (cheaper,) = WIDE.cheaper_recipes(wide)
+    assert (cheaper.batch_size, cheaper.gradient_accumulation, cheaper.kl_coef) == (60, 1, 0.0)
 
 
 def test_a_space_survives_pickling() -> None:
-    _ = SPACE.cheapest_recipes
+    _ = SPACE.random_recipe(np.random.default_rng(0))
     again = pickle.loads(pickle.dumps(SPACE))
     assert again == SPACE
     assert again.decode(action_of(SPACE, 3)) == SPACE.decode(action_of(SPACE, 3))

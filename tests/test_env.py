@@ -187,10 +187,55 @@ def test_a_budget_too_small_for_any_round_leaves_stop_alone() -> None:
     assert env.action_masks().tolist() == [True, False, False, True, True, True]
     assert info["ended"] == "budget"
     assert observation["budget"][0] == 0.0
-    with pytest.raises(ValueError, match=r"the episode is over \(budget\)"):
-        env.step(recipe_action(env))
     assert env.trainer.launched == 0  # type: ignore[attr-defined]
     assert env.search.ledger.spent == 100.0
+
+
+@pytest.mark.parametrize("stop", [True, False])
+def test_the_first_step_of_an_episode_that_is_over_at_reset_ends_it(stop: bool) -> None:
+    env = make(budget={"limit": 100.0})
+    env.reset(seed=0)
+    action = env.encode_recipe(None) if stop else recipe_action(env)
+    observation, reward, terminated, truncated, info = env.step(action)
+    assert (reward, terminated, truncated) == (0.0 if stop else -0.1, True, False)
+    assert info["ended"] == ("stop" if stop else "budget")
+    assert env.observation_space.contains(observation)
+    if not stop:
+        assert (info["round"]["failure"]["kind"], info["round"]["charged"]) == ("unaffordable", 0.0)
+    assert env.search.ledger.spent == 100.0
+    assert env.trainer.launched == 0  # type: ignore[attr-defined]
+    for again in (env.encode_recipe(None), recipe_action(env)):
+        with pytest.raises(ValueError, match=r"the episode is over \((stop|budget)\); call reset\(\)"):
+            env.step(again)
+    env.reset()
+    assert env.step(action)[2]
+
+
+@pytest.mark.parametrize(("algorithm", "wrapper"), [(MaskablePPO, DiscretizeAction), (PPO, FlattenAction)])
+def test_a_loop_that_sees_only_masks_runs_where_no_round_can_be_paid(algorithm: Any, wrapper: Any) -> None:
+    env = wrapper(make(budget={"limit": 100}))
+    model = algorithm("MultiInputPolicy", env, n_steps=4, batch_size=4, seed=0, device="cpu")
+    model.learn(4)
+    assert model.num_timesteps == 4
+    assert [entry["l"] for entry in model.ep_info_buffer] == [1] * 4
+
+
+def test_a_limit_below_the_base_evaluation_is_refused_when_the_environment_is_made() -> None:
+    for unit, limit, evaluation in (("train_tokens", 99, "100"), ("flops", 5e5, "600000")):
+        with pytest.raises(ValueError, match=rf"budget.limit: {limit:g} is below .* \({evaluation} {unit}\)"):
+            make(budget={"limit": limit, "unit": unit})
+
+
+def test_a_later_instance_whose_evaluation_is_dearer_is_over_at_reset_and_does_not_crash() -> None:
+    class Dearer(ScriptedTrainer):
+        def evaluation_cost_bound(self, task: InnerTask, split: str) -> Cost:
+            return super().evaluation_cost_bound(task, split).times(1 if getattr(task, "seed", 0) == 0 else 50)
+
+    env = make(trainer=Dearer(), instances=(0, 1), budget={"limit": 1000})
+    assert env.reset(seed=0, options={"instance": 0})[1]["ended"] is None
+    observation, info = env.reset(seed=0, options={"instance": 1})
+    assert info["ended"] == "budget" and env.observation_space.contains(observation)
+    assert env.step(recipe_action(env))[2]
 
 
 def test_the_cheapest_round_is_legal_to_the_token() -> None:
@@ -203,6 +248,37 @@ def test_the_cheapest_round_is_legal_to_the_token() -> None:
     info = env.step(recipe_action(env, batch_size=16, steps=10))[4]
     assert (info["round"]["steps"], info["round"]["ended"], info["ended"]) == (1, "budget", "budget")
     assert info["budget_left"] == 0.0
+
+
+def test_a_batch_that_cannot_be_paid_becomes_the_largest_that_can() -> None:
+    for left, expected in ((160, 16), (319, 16), (320, 32), (639, 32), (640, 64)):
+        env = make(budget={"limit": 100 + left + 100})
+        env.reset(seed=0)
+        facts = env.step(recipe_action(env, batch_size=64, steps=10))[4]["round"]
+        assert (facts["recipe"]["batch_size"], facts["failure"]) == (expected, None), left
+        assert facts["steps"] == left // (expected * 10)
+
+
+def test_knobs_besides_the_batch_are_lowered_only_when_no_batch_is_small_enough() -> None:
+    class Accumulating(ScriptedTrainer):
+        def step_cost_bound(self, task: InnerTask, recipe: Any) -> Cost:
+            return super().step_cost_bound(task, recipe).times(recipe.gradient_accumulation)
+
+    space = DecisionSpace(
+        ("sft",),
+        ("left", "right"),
+        {"sft": ("left", "right")},
+        {
+            "batch_size": Parameter(choices=(16, 32, 64)),
+            "gradient_accumulation": Parameter(choices=(1, 2, 4)),
+            "steps": Parameter(choices=(10,)),
+        },
+    )
+    for left, expected in ((640, (16, 4)), (1300, (32, 4)), (639, (32, 1)), (319, (16, 1))):
+        env = make(trainer=Accumulating(), space=space, budget={"limit": 100 + left + 100})
+        env.reset(seed=0)
+        facts = env.step(recipe_action(env, batch_size=64, gradient_accumulation=4))[4]["round"]["recipe"]
+        assert (facts["batch_size"], facts["gradient_accumulation"]) == expected, left
 
 
 def test_an_algorithm_without_data_is_a_failed_round_that_costs_nothing_and_counts() -> None:
@@ -326,9 +402,56 @@ def test_a_score_that_is_not_finite_is_a_failed_round() -> None:
     env.reset(seed=0)
     observation, reward, _, _, info = env.step(recipe_action(env))
     assert info["round"]["failure"]["kind"] == "evaluation_raised"
+    assert info["round"]["charged"] == 24 * 320 + 100  # 24 steps of 32 sequences, and the evaluation that was made
     assert info["round"]["checkpoint"] is None
     assert np.isfinite(reward) and env.observation_space.contains(observation)
     assert env.search.checkpoints["latest"].id == "base"
+
+
+def test_a_scorer_that_raises_is_charged_the_most_it_can_have_used() -> None:
+    class Raises(ScriptedTrainer):
+        def evaluate(self, task: InnerTask, checkpoint: Checkpoint, split: str) -> tuple[Scorecard, Cost]:
+            if checkpoint.id != "base":
+                raise RuntimeError("judge is down")
+            scorecard, cost = super().evaluate(task, checkpoint, split)
+            return scorecard, dataclasses.replace(cost, generated_tokens=150)  # below the bound of 300
+
+    env = make(trainer=Raises(), budget=AMPLE)
+    env.reset(seed=0)
+    assert env.search.ledger.spent == 50
+    facts = env.step(recipe_action(env))[4]["round"]
+    assert (facts["failure"]["kind"], facts["charged"]) == ("evaluation_raised", 24 * 320 + 100)
+    assert env.search.outcomes[-1].report.evaluation_cost.device_seconds > 0
+
+
+def test_completions_that_never_end_are_told_at_reset() -> None:
+    class Clipped(ScriptedTrainer):
+        def evaluate(self, task: InnerTask, checkpoint: Checkpoint, split: str) -> tuple[Scorecard, Cost]:
+            scorecard, cost = super().evaluate(task, checkpoint, split)
+            return dataclasses.replace(scorecard, clipped_share=1.0), cost
+
+    assert make().reset(seed=0)[1]["flags"] == []
+    env = make(trainer=Clipped())
+    (flag,) = env.reset(seed=0)[1]["flags"]
+    assert flag.startswith("100 % of the evaluated completions reach the length limit")
+    assert env.step(recipe_action(env))[4]["round"]["flags"][-1] == flag
+
+
+def test_what_info_holds_is_a_copy() -> None:
+    env = make(trainer=ScriptedTrainer(faults={0: [float("nan")]}), budget=AMPLE)
+    env.reset(seed=0)
+    info = env.step(recipe_action(env))[4]
+    info["round"]["failure"]["kind"] = "edited"
+    failure = env.search.outcomes[-1].report.failure
+    assert failure is not None and failure.kind == "diverged"
+
+
+def test_a_budget_in_seconds_makes_the_spec_nondeterministic() -> None:
+    for unit, expected in (("device_seconds", True), ("train_tokens", False)):
+        env: Any = gym.make("PostTrain/Recipe-v0", task=ScriptedFamily(), budget={"limit": 500, "unit": unit})
+        assert env.spec.nondeterministic is expected
+        assert gym.make(env.spec).spec.nondeterministic is expected  # type: ignore[union-attr]
+    assert not gym.spec("PostTrain/Recipe-v0").nondeterministic
 
 
 def test_huge_row_counts_stay_inside_the_space() -> None:
@@ -481,6 +604,50 @@ def test_a_file_edited_between_episodes_is_read_again(tmp_path: Path) -> None:
         checkpoints.append(env.step(recipe_action(env))[4]["round"]["checkpoint"])
     assert checkpoints[0] != checkpoints[1]
     assert env.trainer.launched == 2  # type: ignore[attr-defined]
+
+
+def test_a_round_is_the_training_it_does_not_the_words_it_is_asked_in() -> None:
+    """Base and best are one checkpoint at depth 0, and SFT has no generations: nothing is trained twice."""
+    env = make(budget=AMPLE)
+    env.reset(seed=0)
+    first = env.step(recipe_action(env, start="base", num_generations=4))[4]["round"]
+    spent = env.search.ledger.spent
+    env.reset(seed=0)
+    bad = recipe_action(env, start="base", learning_rate=1e-2, num_generations=4)  # harms: best stays base
+    again = [
+        env.step(action)[4]["round"]
+        for action in (
+            bad,
+            recipe_action(env, start="best", learning_rate=1e-2, num_generations=4),
+            recipe_action(env, start="base", learning_rate=1e-2, num_generations=8),
+            recipe_action(env, start="latest", learning_rate=1e-2, num_generations=8),  # other weights
+        )
+    ]
+    assert [facts["cached"] for facts in again] == [False, True, True, False]
+    assert [facts["charged"] for facts in again[1:3]] == [0.0, 0.0]
+    assert [facts["recipe"]["num_generations"] for facts in again] == [4, 4, 8, 8]  # what was asked is shown
+    assert [facts["recipe"]["start"] for facts in again] == ["base", "best", "base", "latest"]
+    assert len({facts["checkpoint"] for facts in again[:3]}) == 1
+    assert first["charged"] < spent
+    grpo = [env.step(recipe_action(env, "grpo", start="base", num_generations=n))[4]["round"] for n in (4, 8)]
+    assert [facts["cached"] for facts in grpo] == [False, False]  # there it matters
+
+
+def test_launches_and_charges_agree_when_cached_rounds_are_continued() -> None:
+    env = make(budget=AMPLE)
+    env.reset(seed=0)
+    env.action_space.seed(0)
+    rng = np.random.default_rng(0)
+    recipes = [env.space.random_recipe(rng) for _ in range(3)]
+    cached = 0
+    for _ in range(60):
+        recipe = dataclasses.replace(
+            recipes[int(rng.integers(3))], start=("base", "latest", "latest", "best")[int(rng.integers(4))]
+        )
+        cached += env.step(env.encode_recipe(recipe))[4]["round"]["cached"]
+    charged = sum(outcome.charged > 0 for outcome in env.search.outcomes)
+    assert cached > 5
+    assert env.trainer.launched == charged == 60 - cached  # type: ignore[attr-defined]
 
 
 # Reward and termination -----------------------------------------------------------------------------------------------

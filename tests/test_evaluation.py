@@ -24,9 +24,13 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from posttrain_gym.envs.search import _completion_flags
 from posttrain_gym.inner_trainers.base import Scorecard
-from posttrain_gym.inner_trainers.evaluation import Evaluator, summarise_dimension, unbiased_pass_at_k
+from posttrain_gym.inner_trainers.evaluation import (
+    Evaluator,
+    completion_flags,
+    summarise_dimension,
+    unbiased_pass_at_k,
+)
 from posttrain_gym.inner_trainers.sampling import end_token_ids, sample_completions
 from posttrain_gym.inner_trainers.tasks.base import Benchmark, Item
 from posttrain_gym.inner_trainers.testing import TinyTask, write_tiny_checkpoint
@@ -353,8 +357,7 @@ def test_a_model_that_only_pads_or_never_ends_is_flagged(
     task = TinyTask(write_tiny_checkpoint(tmp_path, eos_ids=[1, 0]))
     trainer = TrlTrainer(Evaluator(seeds=(0,), samples_per_seed=2, k=2))
     base = trainer.base(task)
-    resident = trainer._resident
-    assert resident is not None
+    resident = trainer._load(task)
 
     def only(module: Any, inputs: Any, logits: torch.Tensor) -> torch.Tensor:
         forced = torch.full_like(logits, -1e4)
@@ -364,7 +367,7 @@ def test_a_model_that_only_pads_or_never_ends_is_flagged(
     resident.model.template.lm_head.register_forward_hook(only)
     card, _ = trainer.evaluate(task, base, "validation")
     assert (card.empty_share, card.clipped_share) == (empty, clipped)
-    flags = _completion_flags(card)
+    flags = completion_flags(card)
     assert len(flags) == 1
     assert flags[0].startswith("100 % of the evaluated completions " + ("are empty" if empty else "reach the length"))
 

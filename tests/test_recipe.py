@@ -156,6 +156,24 @@ def test_hash_changes_with_each_field() -> None:
     assert len({recipe().content_hash, *hashes}) == len(FULL) + 1
 
 
+def test_the_training_hash_sees_what_is_trained_alone() -> None:
+    made = recipe()
+    assert recipe(start="base").training_hash() == made.training_hash()
+    assert recipe(mix={**FULL["mix"], "web": 0.0}).training_hash() == made.training_hash()
+    assert recipe(temperature=0.8).training_hash() != made.training_hash()
+    assert recipe(temperature=0.8).training_hash(("temperature",)) == made.training_hash(("temperature",))
+    assert made.training_hash(("temperature",)) != made.training_hash()
+    others = {
+        "mix": {"math": 0.75, "code": 0.25},
+        "algorithm": "sft",
+        "schedule": "linear",
+        "max_length": 64,
+        "steps": 5,
+    }
+    for name in FULL.keys() - {"start"}:
+        assert recipe(**{name: others.get(name, 1)}).training_hash() != made.training_hash(), name
+
+
 def test_equal_values_of_other_types_are_the_same_recipe() -> None:
     plain = recipe(steps=5, warmup_steps=0, learning_rate=1.0, kl_coef=0.0)
     numpy = recipe(steps=np.int64(5), warmup_steps=np.int8(0), learning_rate=np.float32(1), kl_coef=-0.0)

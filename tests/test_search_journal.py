@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain_gym.envs.journal import Journal
+from posttrain_gym.envs.journal import Journal, JournalInUseError
 from posttrain_gym.envs.post_training import PostTrainingEnv
 from posttrain_gym.envs.search import JournalMismatchError
 from posttrain_gym.inner_trainers.base import Checkpoint
@@ -190,7 +190,9 @@ def test_a_journal_can_be_shared_under_names_of_its_own(tmp_path: Path) -> None:
         "checkpoints-1",
         "checkpoints-2",
         "rounds-1.jsonl",
+        "rounds-1.lock",
         "rounds-2.jsonl",
+        "rounds-2.lock",
     ]
 
 
@@ -223,14 +225,35 @@ def test_more_rounds_or_patience_may_be_granted_on_resume(tmp_path: Path) -> Non
 # Weights --------------------------------------------------------------------------------------------------------------
 
 
-def test_only_base_best_and_latest_keep_their_weights(tmp_path: Path) -> None:
-    env = make(tmp_path)
+@pytest.mark.parametrize("reuse", [True, False])
+def test_only_checkpoints_that_can_be_started_from_keep_their_weights(tmp_path: Path, reuse: bool) -> None:
+    env = make(tmp_path, reuse=reuse)
     for rounds in range(1, 9):
         play(env, rounds, seed=rounds)
-        held = {c.id for c in env.search.checkpoints.values()} - {"base"}
-        assert {path.stem for path in tmp_path.glob("checkpoints-0/*")} == held
-    in_memory = [c for c, _, _ in env.search._made_by.values() if c.id != "base" and c.weights is not None]
-    assert in_memory == []
+        startable = {c.id for c in env.search.checkpoints.values()}
+        if reuse:  # an equal round makes any finished one the latest again
+            startable |= {o.report.checkpoint for o in env.search.outcomes if o.report.checkpoint is not None}
+        assert {path.stem for path in tmp_path.glob("checkpoints-0/*")} == startable - {"base"}
+        assert set(env.search._kept) == startable | {"base"}
+    assert (len(startable) == 9) == reuse
+
+
+def test_a_cached_round_is_continued_after_a_restart_without_training_it_again(tmp_path: Path) -> None:
+    def actions(env: PostTrainingEnv) -> list[dict[str, Any]]:
+        one, two = (env.space.recipe("sft", start="base", learning_rate=1e-3, steps=n) for n in (40, 20))
+        onwards = env.space.recipe("sft", start="latest", learning_rate=5e-4)
+        return [env.encode_recipe(recipe) for recipe in (one, two, one, onwards)]
+
+    def run(env: PostTrainingEnv, count: int) -> list[Any]:
+        env.reset(seed=0)
+        return [env.step(action)[4]["round"]["score"] for action in actions(env)[:count]]
+
+    expected = run(make(None), 4)
+    first = make(tmp_path)
+    run(first, 2)
+    second = make(tmp_path)
+    assert run(second, 4) == expected
+    assert (launched(first), launched(second)) == (2, 1)
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut", "foreign"])
@@ -301,6 +324,93 @@ def test_real_weights_are_made_again_bit_for_bit(tmp_path: Path) -> None:
         assert env.search.scorecards == unbroken.search.scorecards
 
 
+# Other trainers and other processes -----------------------------------------------------------------------------------
+
+
+def test_the_journal_of_another_evaluator_is_refused(tmp_path: Path) -> None:
+    """The same cost, so that no bound would tell them apart."""
+    task = TinyTask(write_tiny_checkpoint(tmp_path / "model"))
+
+    def started(**evaluator: Any) -> PostTrainingEnv:
+        settings = {"seeds": (0,), "samples_per_seed": 2, "k": 2, **evaluator}
+        env = PostTrainingEnv(task, evaluator=settings, budget={"limit": 1e6}, journal=tmp_path / "run")
+        env.reset(seed=3)
+        return env
+
+    started()
+    started()
+    for other in ({"seeds": (1,)}, {"temperature": 0.5}, {"k": 1}):
+        with pytest.raises(
+            JournalMismatchError, match=r"rounds-0\.jsonl, entry 0\.base: .*another task, seed, trainer"
+        ):
+            started(**other)
+
+
+def test_a_round_of_another_trainer_is_refused(tmp_path: Path) -> None:
+    class Other(ScriptedTrainer):
+        pass
+
+    play(make(tmp_path), 2)
+    lines = (tmp_path / "rounds-0.jsonl").read_text().splitlines(keepends=True)
+    assert [json.loads(line)["trainer"] for line in lines] == [{"trainer": "ScriptedTrainer"}] * 3
+    (tmp_path / "rounds-0.jsonl").write_text(lines[0].replace("ScriptedTrainer", "Other") + "".join(lines[1:]))
+    with pytest.raises(JournalMismatchError, match=r"entry 0\.0: "):
+        play(make(tmp_path, trainer=Other()), 2)
+
+
+HOLDER = """
+import sys, time
+from posttrain_gym.envs.journal import Journal, JournalInUseError
+journal = Journal(sys.argv[1])
+journal.append("0.0", {})
+print("open", flush=True)
+sys.stdin.readline()
+journal.close()
+print("closed", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_two_processes_cannot_write_one_journal(tmp_path: Path) -> None:
+    def holder() -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None and process.stdout.readline() == "open\n"
+        return process
+
+    first = holder()
+    with pytest.raises(JournalInUseError, match=rf"another process is writing to {tmp_path} \(rounds-0\)"):
+        make(tmp_path)
+    assert len(Journal(tmp_path, "1")) == 0  # another name is another file
+    assert first.stdin is not None and first.stdout is not None
+    first.stdin.write("\n")
+    first.stdin.flush()
+    assert first.stdout.readline() == "closed\n"
+    assert len(Journal(tmp_path)) == 1  # and is gone again with the object
+    first.kill()
+    first.communicate()
+    second = holder()
+    second.kill()  # a dead process holds nothing
+    second.communicate()
+    env = make(tmp_path)
+    env.close()
+    third = holder()  # while this process lives on
+    third.kill()
+    third.communicate()
+    with pytest.raises(ValueError, match=r"rounds-0\.jsonl: it is closed"):
+        env.reset()
+
+
+def test_damaged_bytes_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "rounds-0.jsonl").write_bytes(b'{"key": "0.0"}\n{"key": "0.')
+    assert Journal(tmp_path).set_aside == 11
+    assert Journal(tmp_path).set_aside == 0
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"{tmp_path / 'rounds-0.jsonl'}: 11 damaged bytes were moved to rounds-0.damaged"
+    ]
+
+
 # Killed processes -----------------------------------------------------------------------------------------------------
 
 KILLED = """
@@ -312,7 +422,6 @@ env = PostTrainingEnv(
     budget={"limit": 1e6, "max_rounds": 50, "patience": 50},
 )
 env.reset(seed=0)
-env.on_step = None
 for number, steps in enumerate((10, 11, 60, 12)):
     print("begin", number, flush=True)
     info = env.step(env.encode_recipe(env.space.recipe("sft", start="latest", steps=steps, learning_rate=1e-3)))[4]

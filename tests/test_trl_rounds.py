@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
 import os
 import random
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import weakref
@@ -24,10 +27,12 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from posttrain_gym.inner_trainers.base import Checkpoint, Cost, InnerTrainer, Limit, RoundReport
+from posttrain_gym.inner_trainers.base import Checkpoint, Cost, InnerTrainer, Limit, RoundReport, round_id
+from posttrain_gym.inner_trainers.evaluation import Evaluator
 from posttrain_gym.inner_trainers.recipe import Adjustment, Recipe
 from posttrain_gym.inner_trainers.tasks.base import Source
 from posttrain_gym.inner_trainers.testing import TinyTask, write_tiny_checkpoint
+from posttrain_gym.inner_trainers.trl import data as data_module
 from posttrain_gym.inner_trainers.trl import models as models_module
 from posttrain_gym.inner_trainers.trl import session as session_module
 from posttrain_gym.inner_trainers.trl.data import draw_mix, tokenise_demonstrations
@@ -128,7 +133,9 @@ def grpo_weights(trainer: TrlTrainer, task: TinyTask) -> Weights:
 def test_it_satisfies_the_protocol(trainer: TrlTrainer, task: TinyTask) -> None:
     assert isinstance(trainer, InnerTrainer)
     assert trainer.algorithms == ("grpo", "sft")
-    assert trainer.available(task) == (True, True)
+    assert "temperature" in trainer.ignored_settings("sft") and trainer.ignored_settings("grpo") == ("max_length",)
+    assert json.loads(json.dumps(trainer.fingerprint)) == trainer.fingerprint
+    assert trainer.fingerprint["precision"] == ("bf16" if torch.cuda.is_available() else "fp32")
     assert trainer.usable_sources(task, "grpo") == ("good",)
     assert trainer.usable_sources(task, "sft") == ("bad", "good")
     with pytest.raises(ValueError, match=r"unknown 'grop'. Did you mean 'grpo'\?"):
@@ -374,6 +381,45 @@ def test_adjustments_before_the_first_step_and_twice(trainer: TrlTrainer, task: 
     assert equal(checkpoint.weights, trained(trainer, task, sft(learning_rate=1e-3)))
 
 
+def test_other_weights_have_other_ids_and_equal_weights_equal_ones(trainer: TrlTrainer, task: TinyTask) -> None:
+    """A round that was adjusted, stopped or cut is not the checkpoint of the whole round."""
+
+    def made(*adjustments: tuple[int, Adjustment], limit: Limit | None = None) -> tuple[str, Weights]:
+        session = trainer.begin(task, sft(), trainer.base(task), 3, limit)
+        for step, adjustment in adjustments:
+            while session.step < step:
+                session.advance(1)
+            session.apply(adjustment)
+        session.advance()
+        report, checkpoint = session.result()
+        assert checkpoint is not None and report.checkpoint == checkpoint.id
+        return checkpoint.id, checkpoint.weights
+
+    half, stop = Adjustment("lr_scale", 0.5), Adjustment("stop")
+    step_bound = trainer.step_cost_bound(task, sft()).trained_tokens
+    whole = made()
+    assert whole[0] == round_id(task, trainer.base(task), sft(), 3, trainer.ignored_settings("sft"))
+    cut = made(limit=Limit("train_tokens", 2 * step_bound))
+    different = [whole, made((0, half)), made((2, half)), made((2, half), (3, half)), made((1, stop)), cut]
+    assert len({name for name, _ in different}) == len(different)
+    same = [(whole, made((2, Adjustment("lr_scale", 1.0)))), (whole, made((1, Adjustment()))), (cut, made((2, stop)))]
+    for left, right in [*same, (cut, made((2, half), (2, stop)))]:  # a rate that no step used
+        assert left[0] == right[0] and equal(left[1], right[1])
+
+
+def test_what_an_algorithm_ignores_changes_no_round(trainer: TrlTrainer, task: TinyTask) -> None:
+    changes = {"num_generations": 4, "temperature": 0.5, "kl_coef": 0.1, "max_length": 512}
+    for base in (sft(), grpo()):
+        report, checkpoint = run(trainer, task, base)
+        assert checkpoint is not None
+        ignored = trainer.ignored_settings(base.algorithm)
+        assert ignored
+        for name in ignored:
+            other, again = run(trainer, task, Recipe.from_dict({**base.to_dict(), name: changes[name]}))
+            assert again is not None and equal(again.weights, checkpoint.weights)
+            assert (other.checkpoint, other.curves[-1]["loss"]) == (report.checkpoint, report.curves[-1]["loss"])
+
+
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
@@ -459,6 +505,7 @@ def test_one_bad_pass_of_an_accumulated_step_is_seen(
     report, _ = run(trainer, task, sft(gradient_accumulation=2))
     assert report.failure is not None
     assert (report.failure.kind, report.failure.step) == ("diverged", 2)
+    assert [math.isfinite(row["loss"]) for row in report.curves] == [True, False]  # pass 3 of 4 is bad, pass 4 is not
 
 
 @pytest.mark.parametrize("recipe", [sft(steps=12), grpo(steps=12)], ids=["sft", "grpo"])
@@ -783,6 +830,32 @@ def test_a_verifier_that_fails_is_named_with_its_row(
     assert live_models() == 0
 
 
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_a_rollout_whose_verifier_raises_is_charged(kl_coef: float, trainer: TrlTrainer, folder: Path) -> None:
+    calls: list[str] = []
+
+    def verifier(row: Mapping[str, Any], completion: str) -> float:
+        calls.append(completion)
+        if len(calls) > 8:  # the second step's first
+            raise RuntimeError("judge is down")
+        return graded(row, completion)
+
+    whole, _ = run(trainer, TinyTask(folder, verifier=graded), grpo(steps=1, kl_coef=kl_coef))
+    two, _ = run(trainer, TinyTask(folder, verifier=graded), grpo(steps=2, kl_coef=kl_coef))
+    report, _ = run(trainer, TinyTask(folder, verifier=verifier), grpo(steps=2, kl_coef=kl_coef))
+    assert report.failure is not None and report.steps == 1
+    cost = report.training_cost
+    assert cost.trained_tokens == whole.training_cost.trained_tokens
+    assert cost.generated_tokens == two.training_cost.generated_tokens > whole.training_cost.generated_tokens
+    assert (
+        cost.scored_tokens
+        == two.training_cost.scored_tokens
+        == 2 * 8 * 4 + (two.training_cost.trained_tokens if kl_coef else 0)
+    )
+    n = trainer.parameters(TinyTask(folder))
+    assert cost.flops == 6 * n * cost.trained_tokens + 2 * n * (cost.generated_tokens + cost.scored_tokens)
+
+
 @pytest.mark.parametrize("kind", [np.float32, np.float64, torch.tensor], ids=["float32", "float64", "tensor"])
 def test_a_verifier_may_return_the_scalars_of_other_libraries(
     kind: Callable[[float], Any], trainer: TrlTrainer, folder: Path
@@ -984,8 +1057,7 @@ def test_grpo_counts_what_trl_counts(recipe: Recipe, trainer: TrlTrainer, task: 
     assert cost.generated_tokens == report.supervised_tokens == completions
     assert cost.scored_tokens == prompts + (prompts + completions if recipe.kl_coef else 0)
     n = trainer.parameters(task)
-    resident = trainer._resident
-    assert resident is not None
+    resident = trainer._load(task)
     per_token = 4 * n + 6 * lora_parameters(resident.model.template, 2) if recipe.lora_rank else 6 * n
     assert cost.flops == per_token * cost.trained_tokens + 2 * n * (cost.generated_tokens + cost.scored_tokens)
 
@@ -1007,8 +1079,7 @@ def test_lora_trains_adapters_and_hands_out_merged_weights(recipe: Recipe, train
     session.advance()
     adapted = session._trainer.model
     by_hand = 2 * 3 * (4 * (32 + 32) + 3 * (32 + 48))  # layers x rank x (in + out)
-    resident = trainer._resident
-    assert resident is not None
+    resident = trainer._load(task)
     assert lora_parameters(resident.model.template, 3) == by_hand
     assert sum(p.numel() for p in adapted.parameters() if p.requires_grad) == by_hand
     ids = torch.arange(3, 20)[None]
@@ -1210,7 +1281,7 @@ def test_a_loader_that_fails_without_a_message(
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
     with pytest.raises(ValueError, match=r"cannot be loaded \(AssertionError\)"):
-        trainer.base(TinyTask(write_tiny_checkpoint(tmp_path)))
+        trainer.base(TinyTask(write_tiny_checkpoint(tmp_path, seed=7)))  # unknown yet: an equal one would be resident
 
 
 def test_a_folder_that_was_rewritten_is_loaded_anew(trainer: TrlTrainer, tmp_path: Path) -> None:
@@ -1226,6 +1297,48 @@ def test_a_folder_that_was_rewritten_is_loaded_anew(trainer: TrlTrainer, tmp_pat
     assert not equal(second.weights, first.weights)
     trainer.base(TinyTask(write_tiny_checkpoint(tmp_path / "other")))
     assert equal(trainer.base(TinyTask(tmp_path)).weights, second.weights)
+
+
+def test_a_second_episode_on_an_instance_tokenises_and_scores_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, counts = TrlTrainer(Evaluator(seeds=(0,), samples_per_seed=1, k=1)), {"rows": 0, "scored": 0}
+    tokenise, evaluate = data_module.tokenise_demonstrations, Evaluator.evaluate
+
+    def counted_rows(*args: Any) -> Any:
+        counts["rows"] += 1
+        return tokenise(*args)
+
+    def counted_scores(self: Evaluator, *args: Any) -> Any:
+        counts["scored"] += 1
+        return evaluate(self, *args)
+
+    monkeypatch.setattr(data_module, "tokenise_demonstrations", counted_rows)
+    monkeypatch.setattr(Evaluator, "evaluate", counted_scores)
+
+    def episode(letter: str) -> tuple[int, int]:
+        task = TinyTask(folder, rows=[{"prompt": f"{a}00=", "completion": letter} for a in "abcd"])  # a new object
+        trainer.evaluate(task, trainer.base(task), "validation")
+        trainer.step_cost_bound(task, sft())
+        return counts["rows"], counts["scored"]
+
+    assert [episode("a"), episode("a"), episode("b"), episode("a")] == [(1, 1), (1, 1), (2, 2), (2, 2)]
+    for number in range(8):
+        episode(str(number))
+    assert len(trainer._residents) == 8  # and no more
+    assert episode("7") == (10, 10)
+    assert episode("a") == (11, 11)  # the longest unused was let go
+
+
+def test_no_telemetry_even_where_the_hub_library_came_first() -> None:
+    code = (
+        "import huggingface_hub.constants as c; assert not c.HF_HUB_DISABLE_TELEMETRY\n"
+        "import posttrain_gym.inner_trainers.trl.models\nprint(c.HF_HUB_DISABLE_TELEMETRY)"
+    )
+    hidden = ("HF_HUB_DISABLE_TELEMETRY", "DISABLE_TELEMETRY", "DO_NOT_TRACK")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
 
 
 def test_weights_of_another_model_are_refused(folder: Path) -> None:

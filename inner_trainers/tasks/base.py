@@ -104,7 +104,8 @@ class Benchmark:
         weights: dimension -> weight; weights are > 0 and sum to 1.
         validation: items that drive the reward.
         test: items that only reports use.
-        score: ``score(item, completion) -> float in [0, 1]``.
+        score: ``score(item, completion) -> float in [0, 1]``. The content hash sees items and no code: where the scorer
+            changes, change the items' data with it, or finished evaluations are taken for equal.
         well_formed: whether a completion has the asked form, right or wrong.
         max_new_tokens: longest completion, in tokens.
     """

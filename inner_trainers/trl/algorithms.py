@@ -22,20 +22,28 @@ class AlgorithmSpec:
         row_kind: the kind of source rows it trains on.
         on_policy: whether it samples completions while it trains.
         module: module of this package with ``build_trainer(context)``.
+        ignored: recipe fields that change nothing about its rounds.
     """
 
     name: str
     row_kind: str
     on_policy: bool
     module: str
+    ignored: tuple[str, ...] = ()
 
 
 ALGORITHMS = MappingProxyType(
     {
         spec.name: spec
         for spec in (
-            AlgorithmSpec("grpo", row_kind="prompts", on_policy=True, module="grpo"),
-            AlgorithmSpec("sft", row_kind="demonstrations", on_policy=False, module="sft"),
+            AlgorithmSpec("grpo", row_kind="prompts", on_policy=True, module="grpo", ignored=("max_length",)),
+            AlgorithmSpec(
+                "sft",
+                row_kind="demonstrations",
+                on_policy=False,
+                module="sft",
+                ignored=("kl_coef", "num_generations", "temperature"),
+            ),
         )
     }
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -98,8 +97,3 @@ def draw_mix(sizes: Mapping[str, int], mix: Mapping[str, float], count: int, see
         drawn.extend((name, index) for index in indices[: counts[name]])
     order = rng.permutation(len(drawn))
     return [drawn[i] for i in order]
-
-
-def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return rows as columns, in the first row's column order."""
-    return {name: [row[name] for row in rows] for name in rows[0]}

@@ -10,17 +10,21 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # every TRL trainer reports home when it is built
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
+import huggingface_hub.constants
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from ..messages import first_line
+
+huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True  # it may have read the environment before this module
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 _LOG = logging.getLogger(__name__)
@@ -148,10 +152,17 @@ def resolve_precision(precision: str, device: torch.device) -> str:
             raise ValueError(
                 f"precision: {precision!r} needs a CUDA device, this run is on {device}; use 'fp32' or 'auto'."
             )
+        if precision == "auto":
+            _note_full_precision()
         return "fp32"
     if precision == "auto":
         return "bf16" if torch.cuda.is_bf16_supported() else "fp32"
     return precision
+
+
+@cache
+def _note_full_precision() -> None:
+    _LOG.info("no CUDA device: rounds train in fp32; TrlTrainer.fingerprint['precision'] says so too")
 
 
 def quiet_libraries() -> None:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import PrinterCallback, TrainerCallback
 
-from ..base import Checkpoint, Cost, Failure, Limit, RoundReport
+from ..base import Checkpoint, Cost, Failure, Limit, RoundReport, checkpoint_id
 from ..faults import FaultWatch, failure_from_exception
 from ..messages import require_integer
 from ..recipe import Adjustment, Recipe
@@ -66,7 +66,7 @@ class TrlSession:
         recipe: Recipe,
         start: Checkpoint,
         seed: int,
-        checkpoint_id: str,
+        round_id: str,
         flops: Callable[[Meter], float],
         step_bound: Cost,
         limit: Limit | None,
@@ -75,7 +75,7 @@ class TrlSession:
         flags: tuple[str, ...] = (),
         rows_without_supervision: int = 0,
     ) -> None:
-        self._recipe, self._start, self._seed, self._checkpoint_id = recipe, start, seed, checkpoint_id
+        self._recipe, self._start, self._seed, self._round_id = recipe, start, seed, round_id
         self._flops, self._bound, self._limit, self._watch = flops, step_bound, limit, watch
         self._torch_threads = torch_threads
         self._flags, self._rows_without_supervision = list(flags), rows_without_supervision
@@ -87,6 +87,7 @@ class TrlSession:
         self._curves: list[dict[str, float]] = []
         self._rates_used: list[float] = []
         self._rates_asked: list[float] = []
+        self._rate_factors: list[float] = []
         self._rate_factor = 1.0
         self._slowest_step = self._step_began = 0.0
         self._froze = False
@@ -161,7 +162,10 @@ class TrlSession:
             with trainable_tensors():
                 weights = self._final_weights() if self._failure is None else None
             self._release()
-            checkpoint = None if weights is None else Checkpoint(self._checkpoint_id, weights, self._start.depth + 1)
+            checkpoint = None
+            if weights is not None:
+                made = checkpoint_id(self._round_id, self._recipe.steps, self._rate_factors[: self.step])
+                checkpoint = Checkpoint(made, weights, self._start.depth + 1)
             self._result = (self._report(checkpoint), checkpoint)
         return self._result
 
@@ -202,7 +206,7 @@ class TrlSession:
     def _step_done(self, logs: Mapping[str, Any]) -> bool:
         """Note a finished step; return whether training should stop. Called by the callback on the worker."""
         losses, self._meter.losses = self._meter.losses, []
-        loss = math.fsum(losses) if losses and all(map(math.isfinite, losses)) else (losses or [math.nan])[-1]
+        loss = sum(losses) if losses else math.nan  # one bad pass of an accumulated step shows
         grad_norm = logs.get("grad_norm")
         row = {"step": float(self.step + 1), "loss": loss, "learning_rate": self._rates_used[-1]}
         row.update({_curve_name(k): float(v) for k, v in logs.items() if _is_curve(k, v)})
@@ -280,6 +284,7 @@ class TrlSession:
         """Note the rate a step is about to use, beside the one it was asked to. Called on the worker."""
         self._rates_used.append(rate)
         self._rates_asked.append(self._recipe.learning_rate_at(len(self._rates_used)) * self._rate_factor)
+        self._rate_factors.append(self._rate_factor)
 
     def _setting_not_used(self) -> Failure | None:
         """Return a failure when a step used another learning rate or batch than it was asked to."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import time
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..base import Checkpoint, Cost, Limit, Scorecard, round_id
@@ -19,10 +21,13 @@ if TYPE_CHECKING:
     from .models import LoadedModel
     from .session import Meter, TrlSession
 
+RESIDENT_TASKS = 8
+"""Tasks whose tokenised rows and base scores stay in memory."""
+
 
 @dataclass
 class _Resident:
-    """What stays in memory of the task that was used last: its model, tokenised rows and scores."""
+    """What stays in memory of a task: its model, tokenised rows and the base scores."""
 
     task: InnerTask
     model: LoadedModel
@@ -34,8 +39,9 @@ class _Resident:
 class TrlTrainer:
     """Runs SFT and GRPO rounds with TRL; satisfies `InnerTrainer`.
 
-    TRL is imported once per process, the model of each base checkpoint is loaded once, the rows of a source are
-    tokenised once per task, and nothing is written to disk.
+    TRL is imported once per process and the model of each base checkpoint is loaded once. The rows of a source are
+    tokenised, and the base weights scored, once for equal tasks, of which the `RESIDENT_TASKS` used last are kept.
+    Nothing is written to disk.
 
     Args:
         evaluator: how checkpoints are scored.
@@ -57,7 +63,7 @@ class TrlTrainer:
         self.evaluator = evaluator if evaluator is not None else Evaluator()
         self._device_name, self._precision_name, self._torch_threads = device, precision, torch_threads
         self._models: dict[str, tuple[str, LoadedModel]] = {}  # folder -> hash of its files, model
-        self._resident: _Resident | None = None
+        self._residents: OrderedDict[str, _Resident] = OrderedDict()  # content hash -> task, the last used at the end
         if device != "auto" or precision != "auto":
             self._ready()  # a device or precision that is not there is refused at once
 
@@ -70,10 +76,16 @@ class TrlTrainer:
         """Names of the algorithms it knows, in a fixed order."""
         return tuple(ALGORITHMS)
 
-    def available(self, task: InnerTask) -> tuple[bool, ...]:
-        """Return for each of `algorithms` whether some source has the rows it trains on."""
-        sources = task.built.sources.values()
-        return tuple(any(spec.row_kind in source.rows for source in sources) for spec in ALGORITHMS.values())
+    @property
+    def fingerprint(self) -> Mapping[str, Any]:
+        """Settings of the evaluator, the precision that rounds train in, and the kind of device."""
+        device, precision = self._ready()
+        evaluator = {**asdict(self.evaluator), "seeds": list(self.evaluator.seeds)}
+        return {"trainer": "TrlTrainer", "evaluator": evaluator, "precision": precision, "device": device.type}
+
+    def ignored_settings(self, algorithm: str) -> tuple[str, ...]:
+        """Return the recipe fields that ``algorithm`` ignores."""
+        return ALGORITHMS[algorithm].ignored
 
     def usable_sources(self, task: InnerTask, algorithm: str) -> tuple[str, ...]:
         """Return the names of the sources that have the rows ``algorithm`` trains on, sorted."""
@@ -177,7 +189,7 @@ class TrlTrainer:
             recipe=recipe,
             start=start,
             seed=seed,
-            checkpoint_id=round_id(task, start, recipe, seed),
+            round_id=round_id(task, start, recipe, seed, spec.ignored),
             flops=lambda m: self._flops(resident, recipe, m.trained_tokens, m.generated_tokens, m.scored_tokens),
             step_bound=self.step_cost_bound(task, recipe),
             limit=limit,
@@ -222,22 +234,27 @@ class TrlTrainer:
         return device, resolve_precision(self._precision_name, device)
 
     def _load(self, task: InnerTask) -> _Resident:
-        if self._resident is None or self._resident.task is not task:
+        key = task.built.content_hash
+        if key not in self._residents:
+            self._residents[key] = _Resident(task, self._model(task))
+            if len(self._residents) > RESIDENT_TASKS:
+                self._residents.popitem(last=False)
+        self._residents.move_to_end(key)
+        return self._residents[key]
+
+    def _model(self, task: InnerTask) -> LoadedModel:
+        folder, content = str(task.base_checkpoint()), task.built.checkpoint_hash
+        if folder not in self._models or self._models[folder][0] != content:
             device, _ = self._ready()
-            from .models import load_model
+            import torch
 
-            folder, content = str(task.base_checkpoint()), task.built.checkpoint_hash
-            if folder not in self._models or self._models[folder][0] != content:
-                import torch
+            from .models import load_model, trainable_tensors
+            from .session import caller_random_state_kept
 
-                from .models import trainable_tensors
-                from .session import caller_random_state_kept
-
-                # building a module draws its initial weights before they are loaded
-                with caller_random_state_kept(), trainable_tensors():
-                    self._models[folder] = content, load_model(task.base_checkpoint(), device, torch.float32)
-            self._resident = _Resident(task, self._models[folder][1])
-        return self._resident
+            # building a module draws its initial weights before they are loaded
+            with caller_random_state_kept(), trainable_tensors():
+                self._models[folder] = content, load_model(task.base_checkpoint(), device, torch.float32)
+        return self._models[folder][1]
 
     def _tokenise(self, resident: _Resident, source: str, max_length: int) -> Any:
         key = (source, max_length)
