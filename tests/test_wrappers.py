@@ -294,6 +294,78 @@ def test_masks_come_back_from_spawned_workers() -> None:
         vector.close()
 
 
+def bins_of(env: Any, name: str) -> list[bool]:
+    """Returns the mask of one knob's bins."""
+    names = list(env.unwrapped.space.parameters)
+    first = int(env.action_space.nvec[: 4 + names.index(name)].sum())
+    return [bool(legal) for legal in env.action_masks()[first : first + env.action_space.nvec[4 + names.index(name)]]]
+
+
+@pytest.mark.parametrize(
+    ("left", "expected"),
+    [(640, [1, 1, 1]), (639, [1, 1, 0]), (320, [1, 1, 0]), (319, [1, 0, 0]), (160, [1, 0, 0]), (159, [1, 1, 1])],
+)
+def test_batches_that_cannot_be_paid_are_masked(left: int, expected: list[int]) -> None:
+    env: Any = DiscretizeAction(base(budget={"limit": 100 + left + 100}))
+    assert bins_of(env, "batch_size") == [True] * 3  # before the first reset
+    env.reset(seed=0)
+    assert bins_of(env, "batch_size") == list(map(bool, expected))
+    assert all(bins_of(env, "learning_rate")) and all(bins_of(env, "steps"))
+    assert env.action_masks()[1:3].all() == (left >= 160)
+
+
+class CostlyKnobs(ScriptedTrainer):
+    """A step's price grows with every knob that may change it, and with the source."""
+
+    bounds = 0
+
+    def step_cost_bound(self, task: InnerTask, recipe: Recipe) -> Cost:
+        self.bounds += 1
+        longest = max({"left": 1, "right": 3}[name] for name, weight in recipe.mix.items() if weight > 0)
+        factor = recipe.gradient_accumulation * longest * (2 if recipe.kl_coef and recipe.algorithm == "grpo" else 1)
+        return super().step_cost_bound(task, recipe).times(factor)
+
+
+def test_masked_actions_under_a_tight_budget_never_ask_for_what_cannot_be_paid() -> None:
+    sources = ("left", "right")
+    space = DecisionSpace(
+        ("grpo", "sft"),
+        sources,
+        {"grpo": sources, "sft": sources},
+        {
+            "batch_size": Parameter(choices=(4, 6, 16, 64)),
+            "gradient_accumulation": Parameter(choices=(1, 2, 4)),
+            "kl_coef": Parameter(0.0, 0.1),
+            "num_generations": Parameter(choices=(4, 6)),
+            "steps": Parameter(choices=(1, 3)),
+        },
+    )
+    trainer = CostlyKnobs()
+    budget = {"limit": 3000, "max_rounds": 12, "patience": 12}
+    env: Any = DiscretizeAction(base(trainer=trainer, space=space, budget=budget))
+    rng = np.random.default_rng(0)
+    env.reset(seed=0)
+    kinds, masked, episodes = set(), 0, 1
+    for _ in range(1000):
+        mask = env.action_masks()
+        masked += not all(bins_of(env, "batch_size"))
+        action, first = [], 0
+        for size in env.action_space.nvec:
+            action.append(int(rng.choice(np.flatnonzero(mask[first : first + size]))))
+            first += size
+        if action[0] == 0 and mask[1:3].any():
+            action[0] = int(rng.choice(np.flatnonzero(mask[1:3]))) + 1
+        _, _, terminated, _, info = env.step(np.array(action))
+        kinds.add((info["round"]["failure"] or {}).get("kind") if "round" in info else "stop")
+        assert env.unwrapped.search.ledger.spent <= 3000
+        if terminated:
+            env.reset()
+            episodes += 1
+    assert kinds == {None}
+    assert masked > 100 and episodes > 50
+    assert trainer.bounds < 100 * episodes  # each price is asked for once in an episode, not once in a mask
+
+
 def test_maskable_ppo_picks_no_illegal_action() -> None:
     trainer = CostlyGrpo()
     env: Any = DiscretizeAction(base(trainer=trainer, budget={"limit": 60_000, "max_rounds": 12, "patience": 12}))

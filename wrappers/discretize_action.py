@@ -7,6 +7,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from ..envs.decision_space import Parameter
 from ..inner_trainers.messages import require_integer
 from ..inner_trainers.recipe import STARTS, Recipe
 from .checks import base_env
@@ -20,6 +21,10 @@ class DiscretizeAction(
     The heads are, in order: the algorithm choice (0 is ``stop``), the start, a level per source and a bin per
     parameter. Levels are relative weights: level ``i`` of ``mix_levels`` weighs ``i``, and all levels 0 mean equal
     shares. Bins are spread evenly over a knob's scale; a knob with choices has a bin per choice.
+
+    A bin is masked while the budget pays no step with its value (a batch too large for what is left); one bin of each
+    knob always stays legal. Where bins are too dear together, `PostTrainingEnv.step` takes the largest batch that can
+    be paid.
 
     `reset` with a seed seeds this action space too.
 
@@ -77,16 +82,20 @@ class DiscretizeAction(
         if levels.sum() == 0:
             levels = usable.astype(np.float64)
         mix = 2.0 * levels / levels.sum() - 1.0
-        # the middle of bin i, which for bins of equal width decodes choices exactly and keeps the ends reachable
         parameters = [
-            (2 * int(b) + 1) / n - 1.0 if p.choices else 2 * int(b) / (n - 1) - 1.0
-            for b, n, p in zip(bins, self._bins, self._space.parameters.values(), strict=True)
+            _coordinate(p, int(b), n) for b, n, p in zip(bins, self._bins, self._space.parameters.values(), strict=True)
         ]
         return mix.astype(np.float32), np.array(parameters, np.float32)
 
     def action_masks(self) -> np.ndarray:
-        """Return ``(sum of heads,)`` bool in sb3-contrib's order; levels and bins are always legal."""
-        return np.concatenate([base_env(self.env).action_masks(), np.full(int(self._heads[2:].sum()), True)])
+        """Return ``(sum of heads,)`` bool in sb3-contrib's order; levels are always legal."""
+        base = base_env(self.env)
+        bins = [
+            base.knob_mask(name, [p.decode(_coordinate(p, b, n)) for b in range(n)])
+            for n, (name, p) in zip(self._bins, self._space.parameters.items(), strict=True)
+        ]
+        levels = np.full(self._levels * len(self._space.sources), True)
+        return np.concatenate([base.action_masks(), levels, *bins])
 
     def encode_recipe(self, recipe: Recipe | None) -> np.ndarray:
         """Return the nearest action of a recipe (None is ``stop``): mix and continuous knobs go to the grid."""
@@ -99,3 +108,8 @@ class DiscretizeAction(
             for c, n, p in zip(action["parameters"], self._bins, self._space.parameters.values(), strict=True)
         ]
         return np.array([action["algorithm"], action["start"], *levels, *bins], np.int64)
+
+
+def _coordinate(parameter: Parameter, index: int, bins: int) -> float:
+    """Return the middle of a choice's bin, or a point of an even grid that reaches both ends."""
+    return (2 * index + 1) / bins - 1.0 if parameter.choices else 2 * index / (bins - 1) - 1.0
