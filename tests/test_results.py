@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from posttrain_gym.experiments import make_letters_controls as controls
 from posttrain_gym.experiments import make_letters_rounds as rounds
 from posttrain_gym.experiments.comparison import normalised
 from posttrain_gym.inner_trainers.tasks.letters import BASES
@@ -76,3 +77,37 @@ def test_a_sample_of_rounds_gives_the_committed_scores(instance: int, name: str)
     # equal bit for bit on one machine; another processor may round differently, and a score has its error
     assert again["base_test_score"] == pytest.approx(committed["base_test_score"], abs=2 * committed["base_test_error"])
     assert again["test_score"] == pytest.approx(committed["test_score"], abs=2 * committed["test_error"] + 1e-9)
+
+
+def test_the_controls_show_what_the_docs_say() -> None:
+    """Each claim of docs/letters.md by more than two standard errors of its difference."""
+    rows = controls.read_results()
+    assert (controls.RESULTS / "letters_controls.md").read_text() == controls.describe(rows)
+    found = controls.changes(rows)
+
+    def above(left: str, right: str) -> bool:
+        return found[left][0] - found[right][0] > 2 * math.hypot(found[left][1], found[right][1])
+
+    def below_zero(name: str) -> bool:
+        return found[name][0] < -2 * found[name][1]
+
+    first = {row["control"]: row for row in rows}
+    assert first["gap, clean data"]["reasoning_pass_at_k"] < 0.1 < first["messy, clean data"]["reasoning_pass_at_k"]
+    assert above("gap, clean data", "gap, sound verifier")
+    assert above("messy, sound verifier", "messy, noisy data")
+    assert above("messy, clean data", "messy, sound verifier")
+    assert abs(found["messy, noisy data"][0]) < 2 * found["messy, noisy data"][1]
+    assert below_zero("messy, verifier that pays for length")
+    assert below_zero("strong, noisy data")
+    assert found["strong, clean data"][0] > 2 * found["strong, clean data"][1]
+    table = rounds.cells(rounds.read_results())
+    hot = [value for (_, name), value in table.items() if name == "grpo-hot"]
+    assert len(hot) == 21
+    assert all(change < -2 * error for change, error in hot)
+
+
+def test_a_control_gives_its_committed_scores() -> None:
+    committed = next(row for row in controls.read_results() if row["control"] == "messy, sound verifier")
+    again = controls.run_control("messy, sound verifier", (committed["seed"],))[0]
+    assert again["content_hash"] == committed["content_hash"]
+    assert again["test_score"] == pytest.approx(committed["test_score"], abs=2 * committed["test_error"])
