@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import math
 import operator
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
@@ -74,3 +76,12 @@ def first_line(error: BaseException, limit: int = 300) -> str:
     """Return ``"Type: message"``, the first line only; an exception without a message gives its type alone."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}"[:limit] if text else type(error).__name__
+
+
+def where_raised(error: BaseException) -> str:
+    """Return an exception in one line, with the file and line that raised it: ``KeyError: 'x' (task.py, line 12)``."""
+    text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{text} ({Path(error.filename).name}, line {error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{text} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else text

@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from posttrain_gym.inner_trainers.tasks import SingleTask, resolve_task
-from posttrain_gym.inner_trainers.tasks.base import Benchmark, InnerTask, Item, Source, always_well_formed
+from posttrain_gym.inner_trainers.tasks.base import (
+    Benchmark,
+    InnerTask,
+    Item,
+    Source,
+    TaskFamily,
+    always_well_formed,
+)
 from posttrain_gym.inner_trainers.testing import ScriptedFamily, ScriptedTask
 
 ROWS = [{"prompt": "a=", "completion": "a"}, {"prompt": "b=", "completion": "b"}]
@@ -275,3 +282,67 @@ def test_resolve_task_takes_names_classes_and_objects() -> None:
     task = Task([source()])
     assert resolve_task(task).instance(5) is task
     assert resolve_task("letters").name == "letters"
+
+
+class Broken(ScriptedTask):
+    """A task whose one method is replaced by the test."""
+
+
+@pytest.mark.parametrize(
+    ("part", "does", "said"),
+    [
+        (
+            "benchmark",
+            lambda self: {}["missing"],
+            r"benchmark\(\) raised KeyError: 'missing' \(test_tasks_base\.py, line \d+\)",
+        ),
+        ("benchmark", lambda self: None, r"benchmark\(\) returned None"),
+        ("sources", lambda self: None, r"sources\(\) returned None"),
+        ("sources", lambda self: ["math"], r"sources\(\) must return Source objects, got 'math'"),
+        ("base_checkpoint", lambda self: None, r"base_checkpoint\(\) returned None"),
+    ],
+)
+def test_a_fault_in_a_persons_task_names_task_method_and_line(
+    monkeypatch: pytest.MonkeyPatch, part: str, does: Any, said: str
+) -> None:
+    monkeypatch.setattr(Broken, part, does)
+    with pytest.raises(ValueError, match=rf"task 'scripted': {said}"):
+        Broken().built  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("1 / 0\n", r"importing 'mine' failed with ZeroDivisionError: division by zero \(mine\.py, line 1\)"),
+        ("def f(:\n", r"importing 'mine' failed with SyntaxError: .*\(mine\.py, line 1\)"),
+        ("raise SystemExit(3)\n", r"importing 'mine' failed with SystemExit: 3"),
+        (
+            "class Task:\n    def __init__(self):\n        1 + 'a'\n",
+            r"Task\(\) failed with TypeError: .*\(mine\.py, line 3\)",
+        ),
+        (
+            "class Task:\n    def __init__(self, x): ...\n",
+            r"Task\(\) cannot be built without arguments \(missing a required",
+        ),
+    ],
+)
+def test_a_fault_in_a_persons_module_is_one_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str
+) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    with pytest.raises(ValueError, match=said):
+        resolve_task("mine:Task")
+
+
+def test_a_family_needs_seeds() -> None:
+    class Seedless(TaskFamily):
+        name = "seedless"
+        train_seeds = range(0)
+
+        def instance(self, seed: int) -> InnerTask:
+            raise AssertionError
+
+    with pytest.raises(ValueError, match=r"train_seeds must be a range with at least one seed, got range\(0, 0\)"):
+        resolve_task(Seedless)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
-from ..messages import did_you_mean
+from ..messages import did_you_mean, where_raised
 from .base import Benchmark, InnerTask, Item, SingleTask, Source, TaskFamily
 
 __all__ = ["BUILT_IN", "Benchmark", "InnerTask", "Item", "SingleTask", "Source", "TaskFamily", "resolve_task"]
@@ -38,6 +39,8 @@ def resolve_task(task: str | InnerTask | TaskFamily | type[Any]) -> TaskFamily:
                 f"task {given!r}: module {error.name!r} cannot be imported; "
                 "run from its folder or put it on PYTHONPATH."
             ) from error
+        except (Exception, SystemExit) as error:  # whatever a person's module does when it is imported
+            raise ValueError(f"task {given!r}: importing {module_name!r} failed with {where_raised(error)}.") from error
         if not hasattr(module, attribute):
             raise ValueError(
                 f"task {given!r}: module {module_name!r} has no {attribute!r}."
@@ -46,13 +49,23 @@ def resolve_task(task: str | InnerTask | TaskFamily | type[Any]) -> TaskFamily:
         given = getattr(module, attribute)
     if isinstance(given, type):
         try:
-            given = given()
+            inspect.signature(given).bind()
         except TypeError as error:
             raise ValueError(
                 f"task {task!r}: {given.__name__}() cannot be built without arguments ({error}); "
                 "pass an object instead."
             ) from error
+        try:
+            given = given()
+        except ValueError:
+            raise
+        except Exception as error:
+            raise ValueError(f"task {task!r}: {given.__name__}() failed with {where_raised(error)}.") from error
     if isinstance(given, TaskFamily):
+        for name in ("train_seeds", "test_seeds"):
+            seeds = getattr(given, name, None)
+            if not isinstance(seeds, range) or len(seeds) == 0:
+                raise ValueError(f"task {task!r}: {name} must be a range with at least one seed, got {seeds!r}.")
         return given
     if isinstance(given, InnerTask):
         return SingleTask(given)

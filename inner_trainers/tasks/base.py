@@ -6,13 +6,13 @@ import hashlib
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..messages import did_you_mean, require_integer, require_number
+from ..messages import did_you_mean, require_integer, require_number, where_raised
 
 if TYPE_CHECKING:
     from ..base import InnerTrainer
@@ -130,6 +130,9 @@ class Benchmark:
         if abs(math.fsum(self.weights.values()) - 1) > 1e-6:
             raise ValueError(f"benchmark: weights must sum to 1, got {dict(self.weights)}.")
         for split in SPLITS:
+            for item in self.items(split):
+                if not isinstance(item, Item):
+                    raise ValueError(f"benchmark: {split} items must be Item objects, got {item!r}.")
             found = {item.dimension for item in self.items(split)}
             if found != set(self.weights):
                 raise ValueError(
@@ -196,6 +199,21 @@ class InnerTask(ABC):
         return BuiltTask.build(self)
 
 
+def _asked(task: InnerTask, part: str, expected: Any) -> Any:
+    """Return what a task's method returns; an error in it names the task, the method and the line."""
+    try:
+        value = getattr(task, part)()
+    except ValueError:
+        raise  # ours already say what is wrong, and a person's own say what they mean
+    except Exception as error:
+        raise ValueError(f"task {task.name!r}: {part}() raised {where_raised(error)}.") from error
+    if not isinstance(value, expected):
+        raise ValueError(
+            f"task {task.name!r}: {part}() returned {value!r}, see `InnerTask.{part}` for what it must be."
+        )
+    return value
+
+
 @dataclass(frozen=True)
 class BuiltTask:
     """A task's parts after checking: rows that repeat a benchmark prompt are taken out of the sources.
@@ -217,12 +235,16 @@ class BuiltTask:
     @classmethod
     def build(cls, task: InnerTask) -> BuiltTask:
         """Build and check the parts of ``task``."""
-        benchmark = task.benchmark()
+        benchmark = _asked(task, "benchmark", Benchmark)
         held_out = {item.prompt for split in SPLITS for item in benchmark.items(split)}
         sources: dict[str, Source] = {}
         leaked: dict[str, int] = {}
         digest = hashlib.sha256()
-        for source in sorted(task.sources(), key=lambda s: s.name):
+        offered = list(_asked(task, "sources", Iterable))
+        for source in offered:
+            if not isinstance(source, Source):
+                raise ValueError(f"task {task.name!r}: sources() must return Source objects, got {source!r}.")
+        for source in sorted(offered, key=lambda s: s.name):
             if source.name in sources:
                 raise ValueError(f"task {task.name!r}: two sources are called {source.name!r}.")
             clean = {
@@ -241,7 +263,7 @@ class BuiltTask:
             for item in benchmark.items(split):
                 digest.update(_canonical([split, item.prompt, item.dimension, dict(item.data)]))
         digest.update(_canonical([dict(benchmark.weights), benchmark.max_new_tokens]))
-        checkpoint = _digests_of_files(Path(task.base_checkpoint()))
+        checkpoint = _digests_of_files(Path(_asked(task, "base_checkpoint", (str, Path))))
         digest.update(checkpoint)
         return cls(sources, benchmark, leaked, digest.hexdigest()[:16], hashlib.sha256(checkpoint).hexdigest()[:16])
 

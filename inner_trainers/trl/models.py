@@ -67,14 +67,32 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Loaded
     transformers_logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        template = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        template, loading = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
         )
     except Exception as error:  # the hub library raises many types for one fact: this folder cannot be loaded
         raise ValueError(
             f"base checkpoint: {folder} cannot be loaded ({first_line(error, 200)}). "
             "A file is missing or damaged; copy the folder again or write it anew with save_pretrained."
         ) from error
+    for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):  # the library fills gaps with random numbers
+        names = sorted(map(str, loading.get(kind, ())))
+        if names:
+            raise ValueError(
+                f"base checkpoint: {folder} does not fit its config.json: {kind.replace('_', ' ')} "
+                f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''} ({len(names)} in all); "
+                "write the folder anew with save_pretrained."
+            )
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"base checkpoint: the tokenizer of {folder} has no end token (eos_token), so no answer could ever end; "
+            "set one and save the tokenizer again."
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     template.to(device).eval()
