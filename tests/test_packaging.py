@@ -139,6 +139,20 @@ def test_importing_loads_nothing_heavy(module: str) -> None:
     assert json.loads(done.stdout) == []
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import gymnasium, posttrain_gym\nname = ''",
+        "import posttrain_gym, gymnasium\nname = ''",
+        "import gymnasium\nname = 'posttrain_gym:'",  # gym.make imports what stands before the colon
+    ],
+)
+def test_the_id_is_registered_in_either_import_order_and_by_module(code: str) -> None:
+    task = "posttrain_gym.inner_trainers.testing:ScriptedFamily"
+    done = run_python(f"{code}\nprint(gymnasium.make(name + 'PostTrain/Recipe-v0', task={task!r}).spec.id)")
+    assert (done.returncode, done.stdout) == (0, "PostTrain/Recipe-v0\n"), done.stderr
+
+
 def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
     """Run import-linter with the project's contracts on the ``posttrain_gym`` found from ``folder``."""
     code = (

@@ -20,7 +20,8 @@ class FlattenAction(
 
     The coordinates are, in order: one preference per algorithm choice (``stop`` first), one per start, one per source
     of the mix, one per parameter (log-scaled where the space says so). The largest preference among the *legal*
-    choices wins, so no action of this space is ever illegal. ``stop`` wins only when its preference exceeds that of
+    choices wins, so no action of this space is ever illegal; a batch too dear for what is left becomes the largest that
+    can be paid, see `PostTrainingEnv.step`. ``stop`` wins only when its preference exceeds that of
     every other legal choice by ``stop_reluctance`` or more: with reluctance 0 an untrained policy would end a third of
     its episodes at each step.
 
