@@ -415,7 +415,7 @@ def _estimate(estimate: Any) -> str:
 
 
 def _print_json(comparison: Comparison) -> None:
-    from .comparison import to_json
+    from .comparison_files import to_json
 
     print(to_json(comparison))
 

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..inner_trainers.files import write_atomically
 from ..inner_trainers.messages import did_you_mean
 from ..meta_policies.catalogue import check_policy_name, policy_file
 from ..meta_policies.files import file_digest
-from .comparison import Comparison, EpisodeResult, RoundRecord, summarise, to_json, write_atomically, write_parquet
+from .comparison import Comparison, EpisodeResult, RoundRecord, summarise
+from .comparison_files import to_json, write_parquet
 from .episodes import policy_labels, run_named_episode
 from .settings import EnvSettings, require_folder
 from .workers import end_with_parent

@@ -6,14 +6,10 @@ one instance and seed. Scores of an episode are means over the TEST split, which
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -29,10 +25,8 @@ from .statistics import (
     two_sample_bootstrap_interval,
 )
 
-FORMAT = 1
 ROOM_TO_IMPROVE_FLOOR = 1e-3
 FEW_UNITS = 10  # below, a nominal 95 % percentile bootstrap excludes a true zero clearly more often than in 5 %
-ESTIMATES = ("gain", "interquartile_gain", "regret", "gain_over_reference", "probability_over_reference")
 
 Resampling: TypeAlias = Literal["seeds", "instances", "none"]
 Record = TypeVar("Record", "RoundRecord", "EpisodeResult", "Estimate", "PolicySummary", "Comparison")
@@ -156,10 +150,10 @@ class EpisodeResult:
         values = dict(row)
         given_gain = values.pop("normalised_gain", None)
         values["trajectory"] = tuple(
-            entry if isinstance(entry, RoundRecord) else _build(RoundRecord, entry)
+            entry if isinstance(entry, RoundRecord) else build_record(RoundRecord, entry)
             for entry in values.get("trajectory", ())
         )
-        result = _build(cls, values)
+        result = build_record(cls, values)
         if given_gain is not None and not math.isclose(given_gain, result.normalised_gain, abs_tol=1e-6):
             raise ValueError(
                 f"{result.label}: normalised_gain is {given_gain!r}, its scores give {result.normalised_gain!r}."
@@ -372,122 +366,6 @@ def episode_grid(episodes: Sequence[EpisodeResult]) -> tuple[dict[str, list[Epis
     return ordered, (len(instances), len(cells) // len(instances))
 
 
-def to_json(comparison: Comparison) -> str:
-    """Returns the comparison as JSON text that `from_json` reads back to an equal object."""
-    return json.dumps({"format": FORMAT, **asdict(comparison)}, indent=2, allow_nan=False)
-
-
-def from_json(text: str) -> Comparison:
-    """Returns the comparison that `to_json` wrote.
-
-    Raises:
-        ValueError: not JSON, another format, or keys that are missing or unknown.
-    """
-    values = json.loads(text)
-    found = values.pop("format", None) if isinstance(values, dict) else None
-    if found != FORMAT:
-        raise ValueError(f"Expected a comparison in format {FORMAT}, got format {found!r}.")
-    values["episodes"] = tuple(EpisodeResult.from_mapping(row) for row in values.get("episodes", ()))
-    values["instances"] = tuple(values.get("instances", ()))
-    summaries = []
-    for row in values.get("policies", ()):
-        estimates = {name: _build(Estimate, row[name]) for name in ESTIMATES if row.get(name) is not None}
-        summaries.append(_build(PolicySummary, row | estimates))
-    values["policies"] = tuple(summaries)
-    return _build(Comparison, values)
-
-
-def write_parquet(results: Sequence[EpisodeResult], directory: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Writes ``episodes.parquet`` (a row per episode) and ``rounds.parquet`` (a row per round); returns their paths.
-
-    Each file is written beside its target and moved over it, so a reader never sees half a file.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as parquet
-
-    def schema(**columns: Any) -> Any:
-        return pa.schema([("policy", pa.string()), ("instance", pa.int64()), ("seed", pa.int64()), *columns.items()])
-
-    number, count, text = pa.float64(), pa.int64(), pa.string()
-    episode_schema = schema(
-        base_score=number,
-        final_score=number,
-        base_error=number,
-        final_error=number,
-        base_validation_score=number,
-        validation_gain=number,
-        normalised_gain=number,
-        within_noise=pa.bool_(),
-        budget_used=number,
-        rounds=count,
-        failures=pa.map_(text, count),
-        recorded=pa.bool_(),
-    )
-    round_schema = schema(
-        recorded=pa.bool_(),
-        round=count,
-        budget_fraction=number,
-        best_validation_score=number,
-        best_test_score=number,
-        recipe=text,
-        gain=number,
-        ended=text,
-        failure=text,
-    )
-    episode_rows: list[dict[str, Any]] = []
-    round_rows: list[dict[str, Any]] = []
-    for episode in results:
-        row = {entry.name: getattr(episode, entry.name) for entry in fields(episode) if entry.name != "trajectory"}
-        row |= {"normalised_gain": episode.normalised_gain, "within_noise": episode.within_noise}
-        episode_rows.append(row | {"failures": list(episode.failures.items())})
-        key = {name: row[name] for name in ("policy", "instance", "seed", "recorded")}
-        round_rows.extend(key | asdict(entry) for entry in episode.trajectory)
-    written = []
-    for name, rows, row_schema in (
-        ("episodes.parquet", episode_rows, episode_schema),
-        ("rounds.parquet", round_rows, round_schema),
-    ):
-        buffer = pa.BufferOutputStream()
-        parquet.write_table(pa.Table.from_pylist(rows, schema=row_schema), buffer)
-        written.append(write_atomically(Path(directory) / name, buffer.getvalue().to_pybytes()))
-    return written[0], written[1]
-
-
-def read_parquet(directory: str | os.PathLike[str]) -> tuple[EpisodeResult, ...]:
-    """Returns the episodes, with their rounds, that `write_parquet` wrote."""
-    import pyarrow.parquet as parquet
-
-    trajectories: dict[tuple[str, int, int], list[RoundRecord]] = {}
-    for row in parquet.read_table(Path(directory) / "rounds.parquet").to_pylist():
-        key = (row.pop("policy"), row.pop("instance"), row.pop("seed"))
-        row.pop("recorded")
-        trajectories.setdefault(key, []).append(_build(RoundRecord, row))
-    episodes = []
-    for row in parquet.read_table(Path(directory) / "episodes.parquet").to_pylist():
-        row.pop("within_noise")
-        row["failures"] = dict(row["failures"])
-        row["trajectory"] = trajectories.get((row["policy"], row["instance"], row["seed"]), [])
-        episodes.append(EpisodeResult.from_mapping(row))
-    return tuple(episodes)
-
-
-def write_atomically(path: Path, content: bytes) -> Path:
-    """Writes a file beside its target and moves it over, so a reader sees the old content or the new; returns it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp gives 0o600, which hides a shared result from others
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return path
-
-
 def _make_plain(record: RoundRecord | EpisodeResult) -> None:
     """Turns the record's NumPy scalars into plain numbers, which JSON and equality need."""
     for entry in fields(record):
@@ -544,7 +422,7 @@ def _grid(
     return gains, cells, tuple(seeds)
 
 
-def _build(cls: type[Record], values: Mapping[str, Any]) -> Record:
+def build_record(cls: type[Record], values: Mapping[str, Any]) -> Record:
     """Returns ``cls(**values)``, or raises ``ValueError`` naming the keys that are missing or unknown."""
     known = {entry.name for entry in fields(cls)}
     try:

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .comparison import write_atomically
+from ..inner_trainers.files import write_atomically
 from .make_letters_rounds import RESULTS, letters_recipe, read_parquet_rows, versions, weighted_pass
 
 SEEDS = (0, 1, 2)

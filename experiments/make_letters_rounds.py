@@ -22,8 +22,9 @@ from typing import Any
 
 from ..envs.decision_space import DecisionSpace
 from ..inner_trainers.base import DimensionScore
+from ..inner_trainers.files import write_atomically
 from ..inner_trainers.recipe import Recipe
-from .comparison import normalised, write_atomically
+from .comparison import normalised
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SHORTLIST = Path(__file__).resolve().parent.parent / "meta_policies" / "shortlists" / "letters.json"

@@ -17,7 +17,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from .comparison import Comparison, EpisodeResult, Estimate, episode_grid, normalised, write_atomically
+from ..inner_trainers.files import write_atomically
+from .comparison import Comparison, EpisodeResult, Estimate, episode_grid, normalised
 from .statistics import FloatArray, bootstrap_samples
 
 # Okabe and Ito (2008), "Color universal design": eight colours told apart with every common colour blindness.

@@ -14,17 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from .comparison import (
-    FEW_UNITS,
-    Comparison,
-    EpisodeResult,
-    Estimate,
-    PolicySummary,
-    RoundRecord,
-    to_json,
-    write_atomically,
-    write_parquet,
-)
+from ..inner_trainers.files import write_atomically
+from .comparison import FEW_UNITS, Comparison, EpisodeResult, Estimate, PolicySummary, RoundRecord
+from .comparison_files import to_json, write_parquet
 from .plots import plot_best_so_far, plot_intervals, plot_training
 
 PACKAGES = ("torch", "trl", "transformers", "stable-baselines3", "gymnasium", "numpy")

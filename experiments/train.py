@@ -25,10 +25,11 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from ..envs.journal import Journal
+from ..inner_trainers.files import write_atomically
 from ..inner_trainers.messages import require_integer
 from ..meta_policies.sb3 import make_model, save_policy, sb3_algorithm, wrap_for
 from .compare import check_settings_file
-from .comparison import normalised, write_atomically
+from .comparison import normalised
 from .episodes import describe_recipe
 from .settings import EnvSettings, recipe_env, require_folder
 from .tensorboard_log import CurveWriter

@@ -11,7 +11,8 @@ import pytest
 
 from posttrain_gym.envs.budget import Budget
 from posttrain_gym.experiments.compare import compare
-from posttrain_gym.experiments.comparison import EpisodeResult, read_parquet
+from posttrain_gym.experiments.comparison import EpisodeResult
+from posttrain_gym.experiments.comparison_files import read_parquet
 from posttrain_gym.experiments.episodes import episode_seed, policy_labels, run_episode, run_named_episode
 from posttrain_gym.experiments.settings import EnvSettings
 from posttrain_gym.experiments.train import TrainSettings, train
@@ -164,7 +165,7 @@ def test_refusals(tmp_path: Path) -> None:
         compare(other, ["random"], [100], [0], tmp_path)
     episode = next((tmp_path / "episodes").iterdir())
     episode.write_text(json.dumps({"policy": "random"}))
-    with pytest.raises(ValueError, match=r"random-100-0\.json: damaged .*delete the file"):
+    with pytest.raises(ValueError, match=r"random-\w+-100-0\.json: damaged .*delete the file"):
         compare(SETTINGS, ["random"], [100], [0], tmp_path)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from posttrain_gym.envs.budget import Budget
-from posttrain_gym.experiments.comparison import read_parquet
+from posttrain_gym.experiments.comparison_files import read_parquet
 from posttrain_gym.experiments.demo import DemoSettings, run_demo
 
 SETTINGS = DemoSettings(

@@ -82,7 +82,7 @@ def test_a_sample_of_rounds_gives_the_committed_scores(instance: int, name: str)
 def test_the_controls_show_what_the_docs_say() -> None:
     """Each claim of docs/letters.md by more than two standard errors of its difference."""
     rows = controls.read_results()
-    assert (controls.RESULTS / "letters_controls.md").read_text() == controls.describe(rows)
+    assert (rounds.RESULTS / "letters_controls.md").read_text() == controls.describe(rows)
     found = controls.changes(rows)
 
     def above(left: str, right: str) -> bool:

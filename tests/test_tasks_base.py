@@ -293,7 +293,7 @@ class Broken(ScriptedTask):
     [
         (
             "benchmark",
-            lambda self: {}["missing"],
+            lambda self: dict[str, int]()["missing"],
             r"benchmark\(\) raised KeyError: 'missing' \(test_tasks_base\.py, line \d+\)",
         ),
         ("benchmark", lambda self: None, r"benchmark\(\) returned None"),
