@@ -90,9 +90,9 @@ def _top(version: Annotated[bool, typer.Option("--version", help="Print the vers
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the run and its report.")] = Path("runs/demo"),
-    rounds: Annotated[int, typer.Option(min=1, help="Decisions of meta-training.")] = 160,
-    instances: Annotated[int, typer.Option(min=1, help="Unseen instances of the comparison.")] = 3,
-    seeds: Annotated[int, typer.Option(min=1, help="Episodes per policy and instance.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Decisions of meta-training.")] = 128,
+    instances: Annotated[int, typer.Option(min=1, help="Unseen instances of the comparison.")] = 10,
+    seeds: Annotated[int, typer.Option(min=1, help="Episodes per policy and instance.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of meta-training.")] = 0,
 ) -> None:
     """Train a meta-policy on real rounds, compare it with heuristics at equal budget, leave a report."""

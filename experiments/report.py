@@ -87,11 +87,11 @@ def write_report(
 
     sections = [
         _head(comparison),
-        _section("What was run", _what_was_run(comparison, training_settings, settings, command)),
         _section("Policies", _policies(comparison)),
         _section("Plots", _plots(comparison, pictures)),
         _section("Best recipe found on each instance", _best_recipes(comparison)),
         _section("Failed rounds", _failures(comparison)),
+        _section("What was run", _what_was_run(comparison, training_settings, settings, command)),
         _section("Words", _words(comparison)),
     ]
     page = (
