@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -644,18 +645,18 @@ def test_a_source_without_any_trainable_row_is_refused_with_the_way_out(trainer:
 def test_rows_that_teach_nothing_at_any_length(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     rows = [{"prompt": "", "completion": "a"}, {"prompt": "a", "completion": ""}, {"prompt": "", "completion": ""}]
-    tokenised = tokenise_demonstrations(tokenizer, rows, 8)
+    tokenised = tokenise_demonstrations(tokenizer, rows).cut(8)
     # the end token is a completion token too; the first token of a row has nothing before it that could predict it
     assert (tokenised.trainable, tokenised.unsupervised, tokenised.smallest_max_length) == ((0, 1), (3,), 2)
     tokenizer.eos_token = None
-    tokenised = tokenise_demonstrations(tokenizer, rows, 8)
+    tokenised = tokenise_demonstrations(tokenizer, rows).cut(8)
     assert (tokenised.trainable, tokenised.unsupervised, tokenised.smallest_max_length) == ((), (1, 2, 3), None)
 
 
 def test_a_completion_that_brings_its_own_end_token_gets_no_second(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     rows = [{"prompt": "a=", "completion": "b<eos>"}, {"prompt": "a=", "completion": "b"}]
-    tokenised = tokenise_demonstrations(tokenizer, rows, 8)
+    tokenised = tokenise_demonstrations(tokenizer, rows).cut(8)
     assert tokenised.input_ids[0] == tokenised.input_ids[1]
     assert tokenised.input_ids[0].count(tokenizer.eos_token_id) == 1
 
@@ -1319,7 +1320,8 @@ def test_a_second_episode_on_an_instance_tokenises_and_scores_nothing(
     def episode(letter: str) -> tuple[int, int]:
         task = TinyTask(folder, rows=[{"prompt": f"{a}00=", "completion": letter} for a in "abcd"])  # a new object
         trainer.evaluate(task, trainer.base(task), "validation")
-        trainer.step_cost_bound(task, sft())
+        for max_length in (1024, 6, 5):
+            assert trainer.step_cost_bound(task, sft(max_length=max_length)).trained_tokens == 8 * min(6, max_length)
         return counts["rows"], counts["scored"]
 
     assert [episode("a"), episode("a"), episode("b"), episode("a")] == [(1, 1), (1, 1), (2, 2), (2, 2)]
@@ -1459,3 +1461,37 @@ def test_a_batch_that_was_not_used_fails_the_round(task: TinyTask, monkeypatch: 
     report, _ = session.result()
     assert report.failure is not None
     assert report.failure.evidence == "16 sequences were trained on, asked for 32"
+
+
+def damaged_copy(folder: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """Return a copy of a checkpoint folder whose weights were changed; the file itself stays sound."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, target)
+    weights = load_file(target / "model.safetensors")
+    change(weights)
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(folder: Path, tmp_path: Path) -> None:
+    """The library fills the gap with random numbers and only warns."""
+    bad = damaged_copy(folder, tmp_path / "bad", lambda weights: weights.pop("model.norm.weight"))
+    with pytest.raises(
+        ValueError, match=r"bad does not fit its config\.json: missing keys model\.norm\.weight \(1 in all\)"
+    ):
+        TrlTrainer().base(TinyTask(bad))
+
+
+def test_a_checkpoint_with_a_foreign_tensor_is_refused(folder: Path, tmp_path: Path) -> None:
+    bad = damaged_copy(folder, tmp_path / "bad", lambda weights: weights.update({"model.extra": torch.zeros(2)}))
+    with pytest.raises(ValueError, match=r"unexpected keys model\.extra"):
+        TrlTrainer().base(TinyTask(bad))
+
+
+def test_a_checkpoint_with_nan_weights_is_refused(folder: Path, tmp_path: Path) -> None:
+    bad = damaged_copy(folder, tmp_path / "bad", lambda weights: weights["model.norm.weight"].fill_(float("nan")))
+    with pytest.raises(
+        ValueError, match=r"bad holds weights that are not finite numbers, for example model\.norm\.weight"
+    ):
+        TrlTrainer().base(TinyTask(bad))

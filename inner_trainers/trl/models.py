@@ -88,6 +88,12 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Loaded
                 f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''} ({len(names)} in all); "
                 "write the folder anew with save_pretrained."
             )
+    broken = [name for name, value in template.state_dict().items() if not bool(torch.isfinite(value).all())]
+    if broken:
+        raise ValueError(
+            f"base checkpoint: {folder} holds weights that are not finite numbers, for example {broken[0]}; "
+            "copy the folder again."
+        )
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"base checkpoint: the tokenizer of {folder} has no end token (eos_token), so no answer could ever end; "
