@@ -46,7 +46,7 @@ class Journal:
     """
 
     def __init__(self, folder: str | Path, name: str = "0") -> None:
-        self.folder = Path(folder)
+        self.folder, self.name = Path(folder), name
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = self.folder / f"rounds-{name}.jsonl"
         self._lock: _Lock | None = _Lock.of(self.path.with_suffix(".lock"))
@@ -58,6 +58,9 @@ class Journal:
     def __deepcopy__(self, memo: dict[int, Any]) -> Journal:
         """Return itself: Gymnasium copies an environment's arguments into its spec, and a journal is one file."""
         return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Journal, (self.folder, self.name)  # another process opens it anew, and asks for its lock
 
     def __len__(self) -> int:
         return len(self._known)
@@ -149,7 +152,7 @@ class _Lock:
         self._file = open(path, "wb")  # noqa: SIM115 - held open: closing it is what lets go
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             self._file.close()
             raise JournalInUseError(
                 f"another process is writing to {path.parent} ({path.stem}); wait until it ends, or use another folder."

@@ -104,6 +104,7 @@ class Search:
         self._settle_cost("evaluation of the base checkpoint", cost)
         self._sources = {name: self._usable_sources(name) for name in space.algorithms}
         self.available = {name: bool(sources) for name, sources in self._sources.items()}
+        self.legal()  # a price that cannot be asked for is an error now, not in a round
 
     @property
     def rounds(self) -> int:

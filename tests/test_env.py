@@ -843,6 +843,14 @@ def test_a_failed_reset_leaves_the_running_search_alone() -> None:
         env.reset(options={"x": 1})
     assert env.search is search
 
+    def unpriced(task: InnerTask, recipe: Any) -> Cost:
+        raise ValueError("source 'left', prompts row 1: the prompt has no tokens to continue.")
+
+    env.trainer.step_cost_bound = unpriced  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="no tokens to continue"):
+        env.reset()
+    assert env.search is search
+
 
 def test_rounds_that_cannot_begin_are_failures() -> None:
     class Broken(ScriptedTrainer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -400,6 +401,16 @@ def test_two_processes_cannot_write_one_journal(tmp_path: Path) -> None:
     third.communicate()
     with pytest.raises(ValueError, match=r"rounds-0\.jsonl: it is closed"):
         env.reset()
+
+
+def test_a_journal_sent_to_another_process_is_opened_there(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "2")
+    journal.append("0.0", {"n": 1})
+    again = pickle.loads(pickle.dumps(journal))
+    assert (again.path, again.entry("0.0")) == (journal.path, journal.entry("0.0"))
+    code = "import pickle, sys; pickle.loads(bytes.fromhex(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", code, pickle.dumps(journal).hex()], capture_output=True, text=True)
+    assert "JournalInUseError: another process is writing to" in done.stderr
 
 
 def test_damaged_bytes_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

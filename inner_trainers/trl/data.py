@@ -22,8 +22,7 @@ class TokenisedRows:
         longest: length of the longest row, in tokens.
         trainable: indices of the rows that kept a completion token, in order.
         unsupervised: the other rows, numbered from 1.
-        smallest_max_length: the smallest ``max_length`` at which some row keeps a completion token; None when every
-            completion is empty.
+        needed: per row, the smallest ``max_length`` that keeps a completion token; None for an empty completion.
     """
 
     input_ids: list[list[int]]
@@ -31,11 +30,30 @@ class TokenisedRows:
     longest: int
     trainable: tuple[int, ...]
     unsupervised: tuple[int, ...]
-    smallest_max_length: int | None
+    needed: tuple[int | None, ...]
+
+    @property
+    def smallest_max_length(self) -> int | None:
+        """The smallest ``max_length`` at which some row keeps a completion token; None when all are empty."""
+        return min((length for length in self.needed if length is not None), default=None)
+
+    def cut(self, max_length: int) -> TokenisedRows:
+        """Return the rows truncated to ``max_length`` tokens; themselves when none is longer."""
+        if max_length >= self.longest:
+            return self
+        kept = [length is not None and length <= max_length for length in self.needed]
+        return TokenisedRows(
+            input_ids=[ids[:max_length] for ids in self.input_ids],
+            labels=[ids[:max_length] for ids in self.labels],
+            longest=min(self.longest, max_length),
+            trainable=tuple(i for i, there in enumerate(kept) if there),
+            unsupervised=tuple(i for i, there in enumerate(kept, 1) if not there),
+            needed=self.needed,
+        )
 
 
-def tokenise_demonstrations(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], max_length: int) -> TokenisedRows:
-    """Tokenise prompt/completion rows exactly as TRL's SFT trainer does, with completion-only labels."""
+def tokenise_demonstrations(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> TokenisedRows:
+    """Tokenise prompt/completion rows exactly as TRL's SFT trainer does, with completion-only labels; cut nothing."""
     eos = tokenizer.eos_token or ""
     texts = [
         row["prompt"] + (row["completion"] if eos and row["completion"].endswith(eos) else row["completion"] + eos)
@@ -43,22 +61,19 @@ def tokenise_demonstrations(tokenizer: PreTrainedTokenizerBase, rows: Sequence[R
     ]
     prompts: list[list[int]] = tokenizer(text=[row["prompt"] for row in rows])["input_ids"]
     wholes: list[list[int]] = tokenizer(text=texts)["input_ids"]
-    input_ids, labels = [], []
-    needed: list[int | None] = []  # per row, the smallest max_length that keeps a completion token
+    labels, needed = [], []
     for prompt, whole in zip(prompts, wholes, strict=True):
         prefix = _common_prefix_length(prompt, whole)
-        input_ids.append(whole[:max_length])
-        labels.append(([-100] * prefix + whole[prefix:])[:max_length])
+        labels.append([-100] * prefix + whole[prefix:])
         unlearnt = max(prefix, 1)  # no token predicts the first one
         needed.append(unlearnt + 1 if len(whole) > unlearnt else None)
-    trainable = tuple(i for i, length in enumerate(needed) if length is not None and length <= max_length)
     return TokenisedRows(
-        input_ids=input_ids,
+        input_ids=wholes,
         labels=labels,
-        longest=max(map(len, input_ids)),
-        trainable=trainable,
-        unsupervised=tuple(i for i, length in enumerate(needed, 1) if length is None or length > max_length),
-        smallest_max_length=min((length for length in needed if length is not None), default=None),
+        longest=max(map(len, wholes)),
+        trainable=tuple(i for i, length in enumerate(needed) if length is not None),
+        unsupervised=tuple(i for i, length in enumerate(needed, 1) if length is None),
+        needed=tuple(needed),
     )
 
 

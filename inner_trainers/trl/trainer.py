@@ -18,6 +18,7 @@ from .algorithms import ALGORITHMS, check_recipe
 
 if TYPE_CHECKING:
     from ..tasks.base import InnerTask
+    from .data import TokenisedRows
     from .models import LoadedModel
     from .session import Meter, TrlSession
 
@@ -31,7 +32,7 @@ class _Resident:
 
     task: InnerTask
     model: LoadedModel
-    tokenised: dict[tuple[str, int], Any] = field(default_factory=dict)
+    tokenised: dict[str, TokenisedRows] = field(default_factory=dict)
     longest_prompt: dict[tuple[str, str], int] = field(default_factory=dict)
     base_scores: dict[str, tuple[Scorecard, Cost]] = field(default_factory=dict)
 
@@ -118,7 +119,7 @@ class TrlTrainer:
             scored = prompt + (prompt + completion if recipe.kl_coef else 0)
             counts = (sequences * (prompt + completion), sequences * completion, sequences * scored)
         else:
-            longest = max(self._tokenise(resident, name, recipe.max_length).longest for name in used)
+            longest = min(recipe.max_length, max(self._tokenise(resident, name).longest for name in used))
             counts = (sequences * longest, 0, 0)
         return Cost(*counts, flops=self._flops(resident, recipe, *counts))
 
@@ -153,7 +154,7 @@ class TrlTrainer:
 
         sources = {name: task.built.sources[name] for name, weight in recipe.mix.items() if weight > 0}
         tokenised = (
-            {} if spec.on_policy else {name: self._tokenise(resident, name, recipe.max_length) for name in sources}
+            {} if spec.on_policy else {name: self._tokenise(resident, name).cut(recipe.max_length) for name in sources}
         )
         unsupervised, flags = _truncation_flags(tokenised, recipe.max_length)
         rows = recipe.steps * recipe.batch_size * recipe.gradient_accumulation
@@ -256,14 +257,13 @@ class TrlTrainer:
                 self._models[folder] = content, load_model(task.base_checkpoint(), device, torch.float32)
         return self._models[folder][1]
 
-    def _tokenise(self, resident: _Resident, source: str, max_length: int) -> Any:
-        key = (source, max_length)
-        if key not in resident.tokenised:
+    def _tokenise(self, resident: _Resident, source: str) -> TokenisedRows:
+        if source not in resident.tokenised:
             from .data import tokenise_demonstrations
 
             rows = resident.task.built.sources[source].rows["demonstrations"]
-            resident.tokenised[key] = tokenise_demonstrations(resident.model.tokenizer, rows, max_length)
-        return resident.tokenised[key]
+            resident.tokenised[source] = tokenise_demonstrations(resident.model.tokenizer, rows)
+        return resident.tokenised[source]
 
     def _longest_prompt(self, resident: _Resident, source: str, kind: str) -> int:
         key = (source, kind)
