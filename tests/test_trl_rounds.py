@@ -1478,7 +1478,7 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(folder: Path, tmp_path: Pat
     """The library fills the gap with random numbers and only warns."""
     bad = damaged_copy(folder, tmp_path / "bad", lambda weights: weights.pop("model.norm.weight"))
     with pytest.raises(
-        ValueError, match=r"bad does not fit its config\.json: missing keys model\.norm\.weight \(1 in all\)"
+        ValueError, match=r"bad does not fit .*: missing keys model\.norm\.weight \(1 in all\)"
     ):
         TrlTrainer().base(TinyTask(bad))
 
@@ -1492,6 +1492,6 @@ def test_a_checkpoint_with_a_foreign_tensor_is_refused(folder: Path, tmp_path: P
 def test_a_checkpoint_with_nan_weights_is_refused(folder: Path, tmp_path: Path) -> None:
     bad = damaged_copy(folder, tmp_path / "bad", lambda weights: weights["model.norm.weight"].fill_(float("nan")))
     with pytest.raises(
-        ValueError, match=r"bad holds weights that are not finite numbers, for example model\.norm\.weight"
+        ValueError, match=r"bad holds weights that are not finite .*, for example model\.norm\.weight"
     ):
         TrlTrainer().base(TinyTask(bad))
