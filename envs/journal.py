@@ -8,10 +8,12 @@ training it again.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import logging
 import os
 import weakref
+import zlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from ..inner_trainers.base import Checkpoint, RoundReport
 from ..inner_trainers.files import write_atomically
 
 FORMAT = 1
+_CHECKSUM = '"crc32": "'
+"""Ends each line, followed by eight hex digits: a line of which one byte changed is set aside, not believed."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -71,11 +75,16 @@ class Journal:
         raw = self.path.read_bytes()
         whole = b""
         damaged = b""
-        for line in raw.splitlines(keepends=True):
+        for number, line in enumerate(raw.splitlines(keepends=True), start=1):
             entry = _parse(line) if line.endswith(b"\n") else None
             if entry is None:
                 damaged += line
                 continue
+            if entry["format"] != FORMAT:
+                raise ValueError(
+                    f"{self.path}, line {number}: format {entry['format']!r}, this version reads {FORMAT}; "
+                    "use a new folder, or the version that wrote it."
+                )
             whole += line
             self._known[entry["key"]] = entry
         if damaged:
@@ -103,32 +112,37 @@ class Journal:
         if self._lock is None:
             raise ValueError(f"journal {self.path}: it is closed.")
         entry = {"format": FORMAT, "key": key, **payload}
-        line = json.dumps(entry, allow_nan=False, default=str).encode() + b"\n"
+        body = json.dumps(entry, allow_nan=False, default=str)
+        line = f'{body[:-1]}, {_CHECKSUM}{zlib.crc32(body.encode()):08x}"}}\n'.encode()
         with open(self.path, "ab") as file:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
-        self._known[key] = json.loads(line)
+        self._known[key] = json.loads(body)
 
     def save_weights(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint's weights, over what is there: it may be damaged.
+        """Write a checkpoint's weights; the file's name holds the hash of its content.
 
         Weights that are no mapping of tensors or arrays are not written; a restart then repeats their round.
         """
         data = _serialise(checkpoint.weights)
         if data is not None:
-            write_atomically(self._weights / f"{checkpoint.id}.safetensors", data)
+            write_atomically(self._weights / f"{checkpoint.id}-{_digest(data)}.safetensors", data)
 
     def keep_only(self, ids: Collection[str]) -> None:
         """Remove the weights of every other checkpoint."""
         for path in self._weights.glob("*.safetensors"):
-            if path.stem not in ids:
+            if path.is_file() and path.stem.rpartition("-")[0] not in ids:
                 path.unlink()
 
     def weights(self, key: str) -> Any | None:
-        """Return the stored weights of a checkpoint, or None when they are missing or damaged."""
-        path = self._weights / f"{key}.safetensors"
-        return _deserialise(path) if path.exists() else None
+        """Return the stored weights of a checkpoint, or None when they are missing or a byte of them changed."""
+        for path in sorted(self._weights.glob(f"{key}-*.safetensors")):
+            if path.is_file():
+                data = path.read_bytes()
+                if path.stem.rpartition("-")[2] == _digest(data):
+                    return _deserialise(path)
+        return None
 
     def reports(self) -> list[RoundReport]:
         """Return every round in the order it was run."""
@@ -136,11 +150,12 @@ class Journal:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        entry = json.loads(line)
-    except ValueError:
+    """Return the entry of a line, or None when a byte of it is not what was written."""
+    body, mark, checksum = line.rstrip(b"\n").rpartition(f", {_CHECKSUM}".encode())
+    if not mark or checksum != f'{zlib.crc32(body + b"}"):08x}"}}'.encode():
         return None
-    return entry if isinstance(entry, dict) and isinstance(entry.get("key"), str) else None
+    entry: dict[str, Any] = json.loads(body + b"}")
+    return entry
 
 
 class _Lock:
@@ -166,6 +181,10 @@ class _Lock:
         if lock is None:
             lock = cls._held[key] = cls(path)
         return lock
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def _serialise(weights: Any) -> bytes | None:

@@ -94,6 +94,10 @@ class Search:
         self._answers: dict[str, RoundReport] = {}
         self._made_by: dict[str, tuple[str, Recipe, int, int]] = {}  # id -> id of the start, recipe, seed, steps
         self._bounds: dict[Any, Cost] = {}
+        self._sources = {name: self._usable_sources(name) for name in space.algorithms}
+        self.available = {name: bool(sources) for name, sources in self._sources.items()}
+        if not any(self.available.values()):
+            raise ValueError(_nothing_to_train_on(task, space))
         self._evaluation_bound = trainer.evaluation_cost_bound(task, "validation")
         self._evaluation_seconds = 0.0
         base = trainer.base(task)
@@ -102,8 +106,6 @@ class Search:
         scorecard, cost = self._evaluate_base(base)
         self.scorecards: dict[str, Scorecard] = dict.fromkeys(STARTS, scorecard)
         self._settle_cost("evaluation of the base checkpoint", cost)
-        self._sources = {name: self._usable_sources(name) for name in space.algorithms}
-        self.available = {name: bool(sources) for name, sources in self._sources.items()}
         self.legal()  # a price that cannot be asked for is an error now, not in a round
 
     @property
@@ -417,6 +419,16 @@ def _without_weights(report: RoundReport, start: Checkpoint) -> Checkpoint | Non
 def _require_finite(scorecard: Scorecard) -> None:
     if not (math.isfinite(scorecard.score) and math.isfinite(scorecard.standard_error)):
         raise ValueError(f"evaluation: {scorecard.score} ± {scorecard.standard_error} is no finite score.")
+
+
+def _nothing_to_train_on(task: InnerTask, space: DecisionSpace) -> str:
+    kinds = {name: sorted(source.rows) for name, source in task.built.sources.items()}
+    removed = sum(task.built.leaked.values())
+    leaked = f" {removed} rows were removed because they repeat a benchmark prompt." if removed else ""
+    return (
+        f"task {task.name!r}: no source has rows that {' or '.join(space.algorithms)} trains on; "
+        f"sources and their kinds of rows: {kinds}.{leaked}"
+    )
 
 
 def _failed_report(recipe: Recipe, start: Checkpoint, seed: int, failure: Failure) -> RoundReport:

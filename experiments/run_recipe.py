@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..inner_trainers.evaluation import completion_flags
 from ..inner_trainers.recipe_file import load_recipe
 from ..inner_trainers.tasks import resolve_task
 from .settings import require_folder
@@ -48,9 +49,11 @@ def run_recipe(path: Path, task: str, instance: int, seed: int, save: Path | Non
         save_file({name: value.contiguous() for name, value in checkpoint.weights.items()}, partial)
         partial.replace(save)
     scores = {}
+    flags = list(report.flags)
     for split in ("validation", "test"):
         before = trainer.evaluate(drawn, base, split)[0]
         after = before if checkpoint is None else trainer.evaluate(drawn, checkpoint, split)[0]
+        flags += [f"{split}: {flag}" for flag in completion_flags(after)]
         scores[split] = {
             "before": before.score,
             "before_error": before.standard_error,
@@ -64,7 +67,7 @@ def run_recipe(path: Path, task: str, instance: int, seed: int, save: Path | Non
         "ended": data["ended"],
         "steps": data["steps"],
         "failure": data["failure"],
-        "flags": data["flags"],
+        "flags": flags,
         "training_cost": data["training_cost"],
         "scores": scores,
         "saved": None if save is None or checkpoint is None else str(save),

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .base import DimensionScore, Scorecard
-from .messages import require_integer, require_number
+from .faults import ScorerFault
+from .messages import require_integer, require_number, where_raised
 
 if TYPE_CHECKING:
-    from .tasks.base import Benchmark
+    from .tasks.base import Benchmark, Item
 
 
 @dataclass(frozen=True)
@@ -95,13 +96,13 @@ class Evaluator:
         items = benchmark.items(split)
         scores = np.array(
             [
-                [_checked_score(benchmark.score(item, text), item.prompt) for text in texts]
+                [_checked_score(_asked(benchmark.score, "score", item, text), item.prompt) for text in texts]
                 for item, texts in zip(items, completions, strict=True)
             ]
         )  # (items, samples)
         formed = np.array(
             [
-                [bool(benchmark.well_formed(item, text)) for text in texts]
+                [bool(_asked(benchmark.well_formed, "well_formed", item, text)) for text in texts]
                 for item, texts in zip(items, completions, strict=True)
             ]
         )
@@ -169,6 +170,16 @@ def unbiased_pass_at_k(samples: int, right: int, k: int) -> float:
     if samples - right < k:
         return 1.0
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def _asked(function: Callable[[Item, str], Any], name: str, item: Item, completion: str) -> Any:
+    """Return a scorer's answer; whatever it raises, an exit too, becomes one fault that names item and line."""
+    try:
+        return function(item, completion)
+    except (Exception, SystemExit) as error:
+        raise ScorerFault(
+            f"the benchmark's {name} raised {where_raised(error)} for prompt {item.prompt!r}, completion {completion!r}"
+        ) from error
 
 
 def _checked_score(value: Any, prompt: str) -> float:

@@ -65,6 +65,8 @@ def failure_from_exception(error: BaseException, step: int) -> Failure:
     text = first_line(error)
     if isinstance(error, RewardFault):  # before memory: the message quotes the verifier, whatever that says
         return Failure("environment", "reward_function", step, str(error)[:300])
+    if isinstance(error, ScorerFault):
+        return Failure("environment", "evaluation_raised", step, str(error)[:300])
     if isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in _OUT_OF_MEMORY):
         return Failure("resources", "oom", step, text)
     if isinstance(error, RuntimeError) and "probability tensor contains" in str(error):
@@ -75,3 +77,7 @@ def failure_from_exception(error: BaseException, step: int) -> Failure:
 
 class RewardFault(RuntimeError):
     """A verifier raised, or returned something that is no finite number."""
+
+
+class ScorerFault(RuntimeError):
+    """A benchmark's scorer raised."""

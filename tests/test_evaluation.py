@@ -31,6 +31,7 @@ from posttrain_gym.inner_trainers.evaluation import (
     summarise_dimension,
     unbiased_pass_at_k,
 )
+from posttrain_gym.inner_trainers.faults import ScorerFault
 from posttrain_gym.inner_trainers.sampling import end_token_ids, sample_completions
 from posttrain_gym.inner_trainers.tasks.base import Benchmark, Item
 from posttrain_gym.inner_trainers.testing import TinyTask, write_tiny_checkpoint
@@ -382,3 +383,17 @@ def test_lora_parameters_of_another_architecture_equal_pefts_count(tmp_path: Pat
         adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
         assert counted == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
         assert counted > 0
+
+
+@pytest.mark.parametrize(("fault", "said"), [(KeyError("x"), "KeyError: 'x'"), (SystemExit(0), "SystemExit: 0")])
+@pytest.mark.parametrize("part", ["score", "well_formed"])
+def test_a_scorer_that_raises_or_exits_is_one_fault_that_names_item_and_line(
+    model: Any, tokenizer: Any, fault: BaseException, said: str, part: str
+) -> None:
+    def broken(item: Item, text: str) -> Any:
+        raise fault
+
+    with pytest.raises(ScorerFault, match=rf"{part} raised {said} \(test_evaluation\.py, line \d+\) for prompt 'a='"):
+        Evaluator(seeds=(0,), samples_per_seed=1, k=1).evaluate(
+            model, tokenizer, benchmark(**{part: broken}), "validation"
+        )

@@ -22,6 +22,7 @@ from posttrain_gym.envs.journal import Journal, JournalInUseError
 from posttrain_gym.envs.post_training import PostTrainingEnv
 from posttrain_gym.envs.search import JournalMismatchError
 from posttrain_gym.inner_trainers.base import Checkpoint
+from posttrain_gym.inner_trainers.tasks.base import Source
 from posttrain_gym.inner_trainers.testing import (
     ScriptedFamily,
     ScriptedTask,
@@ -234,7 +235,7 @@ def test_only_checkpoints_that_can_be_started_from_keep_their_weights(tmp_path: 
         startable = {c.id for c in env.search.checkpoints.values()}
         if reuse:  # an equal round makes any finished one the latest again
             startable |= {o.report.checkpoint for o in env.search.outcomes if o.report.checkpoint is not None}
-        assert {path.stem for path in tmp_path.glob("checkpoints-0/*")} == startable - {"base"}
+        assert {path.stem.split("-")[0] for path in tmp_path.glob("checkpoints-0/*")} == startable - {"base"}
         assert set(env.search._kept) == startable | {"base"}
     assert (len(startable) == 9) == reuse
 
@@ -414,7 +415,11 @@ def test_a_journal_sent_to_another_process_is_opened_there(tmp_path: Path) -> No
 
 
 def test_damaged_bytes_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "rounds-0.jsonl").write_bytes(b'{"key": "0.0"}\n{"key": "0.')
+    journal = Journal(tmp_path)
+    journal.append("0.0", {})
+    journal.close()
+    with open(journal.path, "ab") as file:
+        file.write(b'{"key": "0.')
     assert Journal(tmp_path).set_aside == 11
     assert Journal(tmp_path).set_aside == 0
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
@@ -495,3 +500,50 @@ def test_nothing_is_written_without_a_journal(tmp_path: Path) -> None:
     finally:
         os.chdir(previous)
     assert set(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize("text", [b'"n": 7', b'"key": "0.0"', b"crc32"])
+def test_a_line_of_which_one_byte_changed_is_set_aside(tmp_path: Path, text: bytes) -> None:
+    """An edited score, key or checksum is not believed; the lines around it are."""
+    journal = Journal(tmp_path)
+    for number in range(3):
+        journal.append(f"0.{number}", {"n": 7 + number})
+    journal.close()
+    raw = journal.path.read_bytes()
+    at = raw.index(text) + len(text) - 1
+    journal.path.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+    again = Journal(tmp_path)
+    assert again.set_aside == len(raw.splitlines(keepends=True)[0])
+    assert [again.entry(f"0.{number}") is None for number in range(3)] == [True, False, False]
+
+
+def test_another_format_is_refused_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path)
+    journal.append("0.0", {})
+    monkeypatch.setattr("posttrain_gym.envs.journal.FORMAT", 2)
+    with pytest.raises(ValueError, match=r"rounds-0\.jsonl, line 1: format 1, this version reads 2"):
+        Journal(tmp_path)
+
+
+def test_weights_of_which_one_byte_changed_are_made_again(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.save_weights(Checkpoint("abc", {"x": np.arange(4.0)}))
+    (path,) = tmp_path.glob("checkpoints-0/*")
+    assert np.array_equal(journal.weights("abc")["x"], np.arange(4.0))  # type: ignore[index]
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))  # still a sound file, with another number in it
+    assert journal.weights("abc") is None
+    path.unlink()
+    path.mkdir()
+    assert journal.weights("abc") is None
+    journal.keep_only(())
+
+
+def test_a_task_with_nothing_to_train_on_is_refused_by_its_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [{"prompt": "p", "chosen": "a", "rejected": "b"}]
+    monkeypatch.setattr(
+        ScriptedTask, "sources", lambda self: [Source(name, {"preferences": pairs}) for name in ("left", "right")]
+    )
+    monkeypatch.setattr(ScriptedTrainer, "usable_sources", lambda self, task, algorithm: ())
+    with pytest.raises(ValueError, match=r"no source has rows that grpo or sft trains on; .*'left': \['preferences'\]"):
+        PostTrainingEnv(ScriptedFamily(), trainer=ScriptedTrainer()).reset(seed=0)

@@ -346,3 +346,10 @@ def test_a_family_needs_seeds() -> None:
 
     with pytest.raises(ValueError, match=r"train_seeds must be a range with at least one seed, got range\(0, 0\)"):
         resolve_task(Seedless)
+
+
+def test_a_scorers_version_is_part_of_the_content_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = ScriptedTask().built
+    whole = ScriptedTask.benchmark
+    monkeypatch.setattr(ScriptedTask, "benchmark", lambda self: replace(whole(self), scorer_version="2"))
+    assert ScriptedTask().built.content_hash != plain.content_hash

@@ -1477,9 +1477,7 @@ def damaged_copy(folder: Path, target: Path, change: Callable[[dict[str, torch.T
 def test_a_checkpoint_that_lacks_a_tensor_is_refused(folder: Path, tmp_path: Path) -> None:
     """The library fills the gap with random numbers and only warns."""
     bad = damaged_copy(folder, tmp_path / "bad", lambda weights: weights.pop("model.norm.weight"))
-    with pytest.raises(
-        ValueError, match=r"bad does not fit .*: missing keys model\.norm\.weight \(1 in all\)"
-    ):
+    with pytest.raises(ValueError, match=r"bad does not fit .*: missing keys model\.norm\.weight \(1 in all\)"):
         TrlTrainer().base(TinyTask(bad))
 
 
@@ -1491,7 +1489,15 @@ def test_a_checkpoint_with_a_foreign_tensor_is_refused(folder: Path, tmp_path: P
 
 def test_a_checkpoint_with_nan_weights_is_refused(folder: Path, tmp_path: Path) -> None:
     bad = damaged_copy(folder, tmp_path / "bad", lambda weights: weights["model.norm.weight"].fill_(float("nan")))
-    with pytest.raises(
-        ValueError, match=r"bad holds weights that are not finite .*, for example model\.norm\.weight"
-    ):
+    with pytest.raises(ValueError, match=r"bad holds weights that are not finite .*, for example model\.norm\.weight"):
         TrlTrainer().base(TinyTask(bad))
+
+
+def test_grpo_without_any_signal_says_so(folder: Path) -> None:
+    trainer = TrlTrainer()
+    for reward, flagged in ((lambda row, text: 0.0, True), (graded, False)):
+        task = TinyTask(folder, verifier=reward)
+        session = trainer.begin(task, Recipe("grpo", {"good": 1.0}, steps=3, batch_size=16), trainer.base(task), 0)
+        session.advance()
+        report, _ = session.result()
+        assert any(flag.startswith("no signal: in all 3 steps") for flag in report.flags) is flagged

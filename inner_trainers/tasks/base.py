@@ -104,10 +104,11 @@ class Benchmark:
         weights: dimension -> weight; weights are > 0 and sum to 1.
         validation: items that drive the reward.
         test: items that only reports use.
-        score: ``score(item, completion) -> float in [0, 1]``. The content hash sees items and no code: where the scorer
-            changes, change the items' data with it, or finished evaluations are taken for equal.
+        score: ``score(item, completion) -> float in [0, 1]``.
         well_formed: whether a completion has the asked form, right or wrong.
         max_new_tokens: longest completion, in tokens.
+        scorer_version: names the behaviour of ``score`` and ``well_formed`` in the task's content hash, which sees
+            items and no code; change it when they change, or finished rounds are taken for equal.
     """
 
     weights: Mapping[str, float]
@@ -116,6 +117,7 @@ class Benchmark:
     score: Callable[[Item, str], float]
     well_formed: Callable[[Item, str], bool] = always_well_formed
     max_new_tokens: int = 16
+    scorer_version: str = ""
 
     def __post_init__(self) -> None:
         """Check weights, dimensions and split isolation.
@@ -263,6 +265,8 @@ class BuiltTask:
             for item in benchmark.items(split):
                 digest.update(_canonical([split, item.prompt, item.dimension, dict(item.data)]))
         digest.update(_canonical([dict(benchmark.weights), benchmark.max_new_tokens]))
+        if benchmark.scorer_version:
+            digest.update(_canonical(["scorer", benchmark.scorer_version]))
         checkpoint = _digests_of_files(Path(_asked(task, "base_checkpoint", (str, Path))))
         digest.update(checkpoint)
         return cls(sources, benchmark, leaked, digest.hexdigest()[:16], hashlib.sha256(checkpoint).hexdigest()[:16])

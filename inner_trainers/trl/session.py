@@ -162,6 +162,11 @@ class TrlSession:
             with trainable_tensors():
                 weights = self._final_weights() if self._failure is None else None
             self._release()
+            if self._curves and all(row.get("groups_without_spread") == 1.0 for row in self._curves):
+                self._flags.append(
+                    f"no signal: in all {self.step} steps the completions of every prompt had equal rewards, so "
+                    "nothing was learned; the task is too hard or too easy for this checkpoint, or the verifier is constant"
+                )
             checkpoint = None
             if weights is not None:
                 made = checkpoint_id(self._round_id, self._recipe.steps, self._rate_factors[: self.step])
