@@ -165,7 +165,7 @@ class TrlSession:
             if self._curves and all(row.get("groups_without_spread") == 1.0 for row in self._curves):
                 self._flags.append(
                     f"no signal: in all {self.step} steps the completions of every prompt had equal rewards, so "
-                    "nothing was learned; the task is too hard or too easy for this checkpoint, or the verifier is constant"
+                    "nothing was learned; the task is too hard or too easy here, or the verifier is constant"
                 )
             checkpoint = None
             if weights is not None:
