@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
@@ -75,15 +75,17 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
     ) -> None:
         if render_mode is not None and render_mode not in self.metadata["render_modes"]:
             raise ValueError(f"render_mode: unknown {render_mode!r}; expected None or 'ansi'.")
-        if split not in SPLIT_SEEDS:
-            raise ValueError(f"split: unknown {split!r}.{did_you_mean(split, SPLIT_SEEDS)}")
+        if not isinstance(split, str) or split not in SPLIT_SEEDS:
+            raise ValueError(f"split: unknown {split!r}.{did_you_mean(str(split), SPLIT_SEEDS)}")
         self.render_mode = render_mode
         self.family = resolve_task(task)
         self.budget = Budget.from_any(budget)
         self.reward_settings = RewardSettings(price, failure_penalty)
-        self.instances = tuple(getattr(self.family, SPLIT_SEEDS[split]) if instances is None else instances)
-        if not self.instances:
-            raise ValueError("instances: expected at least one instance seed.")
+        self.instances = getattr(self.family, SPLIT_SEEDS[split]) if instances is None else _checked_seeds(instances)
+        if not isinstance(reuse, bool):
+            raise ValueError(f"reuse: expected True or False, got {reuse!r}.")
+        if isinstance(journal, str) and not journal:
+            raise ValueError("journal: expected the name of a folder, got ''.")
         first = self.family.instance(self.instances[0])
         self.trainer = _trainer_for(first, trainer, evaluator)
         self.space = space if space is not None else default_space(first, self.trainer)
@@ -337,6 +339,14 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
         if outcome is not None:
             info["round"] = round_info(outcome)
         return info
+
+
+def _checked_seeds(instances: Sequence[int]) -> Sequence[int]:
+    if isinstance(instances, range) and len(instances):
+        return instances
+    if isinstance(instances, str | bytes) or not isinstance(instances, Iterable) or not (seeds := list(instances)):
+        raise ValueError(f"instances: expected at least one instance seed in a sequence, got {instances!r}.")
+    return tuple(require_integer("instances", seed, low=-(2**63), high=2**63) for seed in seeds)
 
 
 def default_space(task: InnerTask, trainer: InnerTrainer) -> DecisionSpace:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,8 @@ class EnvSettings:
         )
         return env
 
-    def _seeds(self, family: TaskFamily) -> tuple[int, ...]:
-        return self.instances or tuple(family.train_seeds if self.split == "train" else family.test_seeds)
+    def _seeds(self, family: TaskFamily) -> Sequence[int]:
+        return self.instances or (family.train_seeds if self.split == "train" else family.test_seeds)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""

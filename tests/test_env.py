@@ -911,3 +911,20 @@ def test_the_documented_table_is_the_layout() -> None:
 
 def test_default_budget_is_the_documented_one() -> None:
     assert Budget() == Budget(limit=200_000, unit="train_tokens", max_rounds=8, patience=4)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("split", [], r"split: unknown \[\]"),
+        ("instances", 5, "instances: expected at least one instance seed in a sequence, got 5"),
+        ("instances", [], "instances: expected at least one instance seed"),
+        ("instances", "0-3", "instances: expected at least one instance seed in a sequence, got '0-3'"),
+        ("instances", [1.5], "instances: expected an integer"),
+        ("reuse", "no", "reuse: expected True or False, got 'no'"),
+        ("journal", "", "journal: expected the name of a folder"),
+    ],
+)
+def test_odd_arguments_are_refused_by_name(setting: str, value: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        PostTrainingEnv(ScriptedFamily(), **{setting: value})
