@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from posttrain_gym.envs.budget import Budget
+from posttrain_gym.envs.journal import Journal
 from posttrain_gym.experiments.settings import EnvSettings
 from posttrain_gym.experiments.tensorboard_log import CurveWriter
 from posttrain_gym.experiments.train import RoundEvent, TrainSettings, train
@@ -112,9 +113,12 @@ def test_two_workers_are_two_processes_with_a_journal_each(tmp_path: Path) -> No
 
 def test_a_worker_that_dies_reaches_the_parent(tmp_path: Path) -> None:
     train(settings(32, envs=2), tmp_path)
-    journal = tmp_path / "rounds-1.jsonl"
-    first = json.loads(journal.read_text().splitlines()[0])
-    journal.write_text(json.dumps({**first, "task": "another"}) + "\n")
+    path = tmp_path / "rounds-1.jsonl"
+    first = json.loads(path.read_text().splitlines()[0])
+    path.unlink()
+    journal = Journal(tmp_path, "1")
+    journal.append("0.base", {**first, "task": "another"})
+    journal.close()
     with pytest.raises(
         RuntimeError, match=r"worker process died: JournalMismatchError: .*rounds-1\.jsonl, entry 0\.base"
     ):
