@@ -19,6 +19,8 @@ SETTINGS = {
 }
 os.environ.update(SETTINGS)  # spawned workers inherit them
 
+pytest.register_assert_rewrite("tests.trl_fixtures", "tests.trl_rounds")  # shared by files: they assert too
+
 
 @pytest.fixture(scope="session", autouse=True)
 def one_torch_thread() -> None:
