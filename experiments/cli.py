@@ -48,6 +48,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 Instances = Annotated[
     str, typer.Option("--instances", help="Seeds, e.g. 10000,10003 or 10000-10004; default: first 3 of meta-test.")
 ]
+Deterministic = Annotated[
+    bool, typer.Option("--deterministic", help="Trained policies take their likeliest action instead of sampling.")
+]
 Seeds = Annotated[str, typer.Option("--seeds", help="Episode seeds, e.g. 0,1,2 or 0-4.")]
 
 
@@ -160,6 +163,7 @@ def evaluate(
     price: Price = 0.1,
     samples: Samples = 4,
     devices: Devices = "",
+    deterministic: Deterministic = False,
     as_json: Json = False,
 ) -> None:
     """Run one policy on meta-test instances and print what it reached on test items."""
@@ -175,7 +179,7 @@ def evaluate(
     _note_seen(environment, chosen, quiet=as_json)
     for instance in chosen:
         for seed in _integers("seeds", seeds):
-            result = run_named_episode(environment, policy, instance, seed, name=label)
+            result = run_named_episode(environment, policy, instance, seed, name=label, deterministic=deterministic)
             results.append(result)
             if not as_json:
                 _say(episode_line(result))
@@ -201,6 +205,7 @@ def compare(
     price: Price = 0.1,
     samples: Samples = 4,
     devices: Devices = "",
+    deterministic: Deterministic = False,
     as_json: Json = False,
 ) -> None:
     """Run policies on the same unseen instances, seeds and budget; print gains and regrets with intervals."""
@@ -220,6 +225,7 @@ def compare(
             out,
             workers=workers,
             reference=reference or None,
+            deterministic=deterministic,
             on_episode=progress.episode,
         )
     facts = {

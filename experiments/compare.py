@@ -37,6 +37,7 @@ def compare(
     *,
     workers: int = 1,
     reference: str | None = None,
+    deterministic: bool = False,
     on_episode: Callable[[int, int, EpisodeResult], None] | None = None,
 ) -> Comparison:
     """Run every policy on every instance and seed, and write episodes, summary and figures to ``out``.
@@ -51,6 +52,7 @@ def compare(
         out: result folder.
         workers: processes; each imports TRL once and runs many episodes.
         reference: policy that others are compared with, by name or label; None for the first.
+        deterministic: whether trained policies take their likeliest action instead of sampling.
         on_episode: called with (done, total, result) after each episode.
 
     Raises:
@@ -66,7 +68,7 @@ def compare(
         if repeated or not values:
             raise ValueError(f"compare: each {kind} once, at least one; got {values}.")
     require_folder("out", out)
-    facts = comparison_settings(settings, policies, labels, instances)
+    facts = {**comparison_settings(settings, policies, labels, instances), "deterministic": deterministic}
     out.mkdir(parents=True, exist_ok=True)
     check_settings_file(out / "compare.json", facts, ignore=("content", "trained"))
     jobs = [(p, i, s) for i in instances for s in seeds for p in zip(policies, labels, strict=True)]
@@ -76,7 +78,7 @@ def compare(
         if stored.exists():
             results[job] = _read_episode(stored)
     missing = [job for job in jobs if job not in results]
-    for job, result in _run(settings, missing, out, workers):
+    for job, result in _run(settings, missing, out, workers, deterministic):
         results[job] = result
         write_atomically(_episode_path(out, job), json.dumps(asdict(result)).encode())
         shutil.rmtree(_journal_path(out, job), ignore_errors=True)  # its rounds are in the episode's file
@@ -163,10 +165,12 @@ def _differences(stored: Any, given: Any, prefix: str = "") -> Iterator[str]:
         yield f"{prefix}: {stored!r} there, {given!r} now"
 
 
-def _run(settings: EnvSettings, jobs: Sequence[Job], out: Path, workers: int) -> Iterator[tuple[Job, EpisodeResult]]:
+def _run(
+    settings: EnvSettings, jobs: Sequence[Job], out: Path, workers: int, deterministic: bool
+) -> Iterator[tuple[Job, EpisodeResult]]:
     def arguments(job: Job, worker: int) -> tuple[Any, ...]:
         (policy, label), instance, seed = job
-        return settings, policy, instance, seed, worker, label, _journal_path(out, job)
+        return settings, policy, instance, seed, worker, label, _journal_path(out, job), deterministic
 
     if workers <= 1 or len(jobs) <= 1:
         for job in jobs:
@@ -188,10 +192,19 @@ def _run(settings: EnvSettings, jobs: Sequence[Job], out: Path, workers: int) ->
 
 
 def run_job(
-    settings: EnvSettings, policy: str, instance: int, seed: int, worker: int, label: str, journal: Path
+    settings: EnvSettings,
+    policy: str,
+    instance: int,
+    seed: int,
+    worker: int,
+    label: str,
+    journal: Path,
+    deterministic: bool,
 ) -> EpisodeResult:
     """Run one episode of a comparison; a spawn target."""
-    return run_named_episode(settings, policy, instance, seed, worker, name=label, journal=journal)
+    return run_named_episode(
+        settings, policy, instance, seed, worker, name=label, journal=journal, deterministic=deterministic
+    )
 
 
 def _job_name(job: Job) -> str:

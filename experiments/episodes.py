@@ -28,7 +28,7 @@ def run_episode(
     name: str,
     instance: int,
     seed: int,
-    deterministic: bool = True,
+    deterministic: bool = False,
     journal: Journal | None = None,
     on_round: Callable[[str], None] | None = None,
 ) -> EpisodeResult:
@@ -42,7 +42,8 @@ def run_episode(
         name: what the result calls the policy.
         instance: instance seed.
         seed: repetition; with the instance it decides the episode's seed, the same for every policy.
-        deterministic: passed to `predict`.
+        deterministic: passed to `predict`. A policy that always takes its likeliest action repeats itself within an
+            episode, and a repeated round teaches nothing, so the default samples (seeded).
         journal: the environment's journal; test scores are kept there too, so that a repeated episode needs no weights
             that only they would need.
         on_round: called with a line about each round.
@@ -116,6 +117,7 @@ def run_named_episode(
     *,
     name: str | None = None,
     journal: Path | None = None,
+    deterministic: bool = False,
 ) -> EpisodeResult:
     """Build the environment and the policy of a name and run one episode; a spawn target.
 
@@ -127,6 +129,7 @@ def run_named_episode(
         worker: number of the process, which decides its device.
         name: what the result calls the policy; None for ``policy``.
         journal: folder of the episode's finished rounds; a second call takes them from there.
+        deterministic: whether a trained policy takes its likeliest action instead of sampling.
     """
     key = (json.dumps(settings.to_dict(), sort_keys=True), worker)
     if key not in _TRAINERS:
@@ -136,7 +139,15 @@ def run_named_episode(
     env = settings.build(worker, written, _TRAINERS[key])
     chosen, wrapped = load_policy(policy, env, episode_seed(instance, seed))
     try:
-        return run_episode(wrapped, chosen, name=name or policy, instance=instance, seed=seed, journal=written)
+        return run_episode(
+            wrapped,
+            chosen,
+            name=name or policy,
+            instance=instance,
+            seed=seed,
+            journal=written,
+            deterministic=deterministic,
+        )
     finally:
         wrapped.close()
 

@@ -21,7 +21,7 @@ from ..envs.decision_space import STOP
 from ..inner_trainers.messages import did_you_mean
 from ..wrappers import DiscretizeAction, FlattenAction
 
-_ON_POLICY = {"n_steps": 16, "batch_size": 16, "learning_rate": 1e-3, "gamma": 0.99, "ent_coef": 0.01}
+_ON_POLICY = {"n_steps": 8, "batch_size": 16, "learning_rate": 2e-3, "gamma": 0.99, "ent_coef": 0.01}
 _OFF_POLICY = {"learning_rate": 1e-3, "learning_starts": 16, "batch_size": 32, "buffer_size": 10_000, "gamma": 0.99}
 _META_FILE = "posttrain_gym.json"
 NOISE = 0.3

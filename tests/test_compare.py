@@ -95,6 +95,19 @@ def test_a_fixed_recipe_is_compared_by_its_file(tmp_path: Path) -> None:
         compare(SETTINGS, [f"fixed:{recipe}"], [100], [0], tmp_path / "other")
 
 
+def test_a_trained_policy_samples_unless_asked_not_to(tmp_path: Path) -> None:
+    training = EnvSettings(task=SCRIPTED, budget=SETTINGS.budget)
+    policy, _ = train(TrainSettings(training, "maskable_ppo", 16), tmp_path / "mine")
+
+    def first_recipes(deterministic: bool) -> list[str]:
+        results = [run_named_episode(SETTINGS, str(policy), 100, s, deterministic=deterministic) for s in range(5)]
+        return [result.trajectory[0].recipe for result in results if result.trajectory]
+
+    assert len(set(first_recipes(True))) == 1  # one instance, one first observation
+    assert len(set(first_recipes(False))) > 1
+    assert first_recipes(False) == first_recipes(False)
+
+
 def test_files_are_told_apart_by_as_much_path_as_it_takes(tmp_path: Path) -> None:
     names = [str(tmp_path / name) for name in ("a/train/policy.zip", "b/train/policy.zip", "p/x.zip", "p/y.zip")]
     assert policy_labels(["random", *names]) == [
