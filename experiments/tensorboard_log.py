@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+_LOG = logging.getLogger(__name__)
 
 
 class CurveWriter:
@@ -52,6 +55,6 @@ def _existing_points(folder: Path) -> set[tuple[str, int]]:
         try:
             for event in EventFileLoader(str(file)).Load():
                 points.update((value.tag, event.step) for value in event.summary.value)
-        except Exception:
-            continue
+        except Exception:  # a file cut by a kill; the reader's error types vary, and what came before the cut was read
+            _LOG.debug("%s ends in a damaged record", file, exc_info=True)
     return points
