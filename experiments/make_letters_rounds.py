@@ -111,6 +111,7 @@ def run_instance(instance: int, seeds: Sequence[int], names: Sequence[str] = tup
                     "flops": report.training_cost.flops,
                     "train_seconds": report.wall_seconds,
                     "versions": versions(),
+                    "note": "",
                 }
             )
     return rows
@@ -281,9 +282,19 @@ def describe(rows: Sequence[Mapping[str, Any]]) -> str:
         "cores, one thread per process, no GPU; "
         f"{sum(row['train_seconds'] for row in rows) / 60:.0f} minutes of training in all, on a shared machine. "
         f"Versions: {rows[0]['versions']}.",
+        *(f"Instances {_listed(where)}: {note}." for note, where in _notes(rows).items()),
         "",
     ]
     return "\n".join(lines)
+
+
+def _notes(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Return what was done to rows after their round, with the instances it was done to."""
+    found: dict[str, set[int]] = {}
+    for row in rows:
+        if row["note"]:
+            found.setdefault(row["note"], set()).add(row["instance"])
+    return {note: sorted(where) for note, where in found.items()}
 
 
 def _listed(numbers: Sequence[int]) -> str:
