@@ -14,6 +14,34 @@ from .messages import did_you_mean, require_integer, require_number
 
 STARTS = ("base", "best", "latest")
 SCHEDULES = ("constant", "linear", "cosine")
+CRITICS = ("head", "model", "none")
+LORA_ADAPTERS = ("merge", "stack")
+_CHOICES = {"schedule": SCHEDULES, "critic": CRITICS, "lora_adapter": LORA_ADAPTERS}
+_INTEGERS = {
+    "steps": (1, 100_000),
+    "batch_size": (1, 65_536),
+    "gradient_accumulation": (1, 1024),
+    "num_generations": (1, 1024),
+    "lora_rank": (0, 1024),
+    "max_length": (2, 1_048_576),
+    "num_iterations": (1, 64),
+}
+_NUMBERS = {  # low, high, whether low itself is refused
+    "learning_rate": (0.0, 1e6, True),
+    "kl_coef": (0.0, 100.0, False),
+    "temperature": (0.0, 10.0, True),
+    "max_grad_norm": (0.0, 1e6, True),
+    "weight_decay": (0.0, 10.0, False),
+    "beta": (0.0, 100.0, True),
+    "entropy_coef": (0.0, 10.0, False),
+    "clip_range": (0.0, 10.0, True),
+    "gamma": (0.0, 1.0, False),
+    "gae_lambda": (0.0, 1.0, False),
+    "vf_coef": (0.0, 100.0, False),
+    "clip_range_vf": (0.0, 1e6, True),
+    "min_reward": (-1e6, 1e6, False),
+    "replay_share": (0.0, 1.0, False),
+}
 _MIX_TOLERANCE = 1e-6
 
 
@@ -31,13 +59,30 @@ class Recipe:
         learning_rate: peak learning rate, in (0, 1e6].
         schedule: learning-rate schedule over the round: ``"constant"``, ``"linear"`` or ``"cosine"`` (to zero).
         warmup_steps: steps of linear warm-up, in [0, steps].
-        kl_coef: weight of the KL divergence to the starting checkpoint, in [0, 100]; only algorithms that use it.
-        num_generations: completions per prompt of on-policy algorithms, in [1, 1024].
-        temperature: sampling temperature of on-policy algorithms, in (0, 10].
+        kl_coef: weight of the KL divergence to the starting checkpoint, in [0, 100].
+        num_generations: completions per prompt, in [1, 1024].
+        temperature: sampling temperature, in (0, 10].
         max_grad_norm: gradient-clipping threshold, in (0, 1e6].
         weight_decay: decoupled weight decay, in [0, 10].
         lora_rank: rank of LoRA adapters, 0 for full weights, in [0, 1024].
+        lora_adapter: what becomes of the adapter when the round ends: ``"merge"`` adds it to the weights, ``"stack"``
+            keeps it apart on top of the weights and of the adapters that are there already.
         max_length: longest row in tokens; what is longer is cut at its end. In [2, 1048576].
+        packing: whether rows are packed into sequences of up to ``max_length`` tokens; they do not see each other.
+        loss: variant of the algorithm's loss; ``"default"`` is the first that it lists.
+        beta: how strongly a preference algorithm holds to the starting checkpoint, in (0, 100].
+        entropy_coef: weight of the entropy bonus, in [0, 10].
+        clip_range: how far a probability ratio may move from 1 before its gradient is cut, in (0, 10].
+        num_iterations: optimiser steps that reuse one batch of completions, in [1, 64].
+        gamma: discount per token, in [0, 1].
+        gae_lambda: λ of generalised advantage estimation, in [0, 1].
+        vf_coef: weight of the value loss, in [0, 100].
+        clip_range_vf: how far a value may move from its old one before its gradient is cut, in (0, 1e6].
+        critic: where values come from: ``"head"`` on the policy's trunk, ``"model"`` of its own, or ``"none"``.
+        min_reward: smallest reward with which a sampled completion is kept as a training row.
+        replay_share: share of a raw-text round that repeats the task's earlier stages, its demonstrations, in [0, 1).
+
+    Which algorithm reads which of these is in `trl.algorithms.ALGORITHMS`; the others change nothing about its rounds.
     """
 
     algorithm: str
@@ -55,7 +100,21 @@ class Recipe:
     max_grad_norm: float = 1.0
     weight_decay: float = 0.0
     lora_rank: int = 0
+    lora_adapter: str = "merge"
     max_length: int = 1024
+    packing: bool = False
+    loss: str = "default"
+    beta: float = 0.1
+    entropy_coef: float = 0.0
+    clip_range: float = 0.2
+    num_iterations: int = 1
+    gamma: float = 1.0
+    gae_lambda: float = 0.95
+    vf_coef: float = 0.5
+    clip_range_vf: float = 0.2
+    critic: str = "head"
+    min_reward: float = 1.0
+    replay_share: float = 0.0
     _hash: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -70,24 +129,21 @@ class Recipe:
         put(self, "mix", MappingProxyType(_checked_mix(self.mix)))
         if self.start not in STARTS:
             raise ValueError(f"start: no checkpoint is called {self.start!r}.{did_you_mean(self.start, STARTS)}")
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule: unknown {self.schedule!r}.{did_you_mean(self.schedule, SCHEDULES)}")
-        put(self, "steps", require_integer("steps", self.steps, low=1, high=100_000))
-        put(self, "batch_size", require_integer("batch_size", self.batch_size, low=1, high=65_536))
-        put(
-            self,
-            "gradient_accumulation",
-            require_integer("gradient_accumulation", self.gradient_accumulation, low=1, high=1024),
-        )
-        put(self, "learning_rate", require_number("learning_rate", self.learning_rate, low=0, high=1e6, low_open=True))
+        for name, known in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"{name}: unknown {value!r}.{did_you_mean(value, known)}")
+        if not isinstance(self.loss, str) or not self.loss:
+            raise ValueError(f"loss: expected a name, got {self.loss!r}.")
+        if not isinstance(self.packing, bool):
+            raise ValueError(f"packing: expected true or false, got {self.packing!r}.")
+        for name, (low, high) in _INTEGERS.items():
+            put(self, name, require_integer(name, getattr(self, name), low=low, high=high))
         put(self, "warmup_steps", require_integer("warmup_steps", self.warmup_steps, low=0, high=self.steps))
-        put(self, "kl_coef", require_number("kl_coef", self.kl_coef, low=0, high=100))
-        put(self, "num_generations", require_integer("num_generations", self.num_generations, low=1, high=1024))
-        put(self, "temperature", require_number("temperature", self.temperature, low=0, high=10, low_open=True))
-        put(self, "max_grad_norm", require_number("max_grad_norm", self.max_grad_norm, low=0, high=1e6, low_open=True))
-        put(self, "weight_decay", require_number("weight_decay", self.weight_decay, low=0, high=10))
-        put(self, "lora_rank", require_integer("lora_rank", self.lora_rank, low=0, high=1024))
-        put(self, "max_length", require_integer("max_length", self.max_length, low=2, high=1_048_576))
+        for name, (below, above, is_open) in _NUMBERS.items():
+            put(self, name, require_number(name, getattr(self, name), low=below, high=above, low_open=is_open))
+        if self.replay_share >= 1:
+            raise ValueError(f"replay_share: expected a number in [0, 1), got {self.replay_share!r}.")
         put(self, "_hash", _digest(self.to_dict()))
 
     @property

@@ -7,9 +7,9 @@ import inspect
 from typing import Any
 
 from ..messages import did_you_mean, where_raised
-from .base import Benchmark, InnerTask, Item, SingleTask, Source, TaskFamily
+from .base import Benchmark, Chat, InnerTask, Item, SingleTask, Source, TaskFamily
 
-__all__ = ["BUILT_IN", "Benchmark", "InnerTask", "Item", "SingleTask", "Source", "TaskFamily", "resolve_task"]
+__all__ = ["BUILT_IN", "Benchmark", "Chat", "InnerTask", "Item", "SingleTask", "Source", "TaskFamily", "resolve_task"]
 
 BUILT_IN = {"letters": "posttrain_gym.inner_trainers.tasks.letters:LettersFamily"}
 """Built-in task families: name -> ``module:Class``."""

@@ -163,6 +163,37 @@ class Benchmark:
         return self.validation if split == "validation" else self.test
 
 
+@dataclass(frozen=True)
+class Chat:
+    """How a task's prompts and rows become the turns of a conversation.
+
+    A text prompt is one user turn; a demonstrations row may have ``messages`` in place of prompt and completion.
+
+    Attributes:
+        template: Jinja chat template; None for the one saved with the tokenizer.
+        system: text of a system turn before every prompt that brings none; None for no such turn.
+        tool: ``tool(assistant_text) -> text of the tool's turn``, or None when the text calls no tool.
+        tool_version: names the tool's behaviour in the task's content hash, which sees no code.
+        max_turns: assistant turns of one sampled conversation, in [1, 64]; without a tool there is one.
+    """
+
+    template: str | None = None
+    system: str | None = None
+    tool: Callable[[str], str | None] | None = None
+    tool_version: str = ""
+    max_turns: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the number of turns.
+
+        Raises:
+            ValueError: ``max_turns`` outside its range, or several turns without a tool that could lead to them.
+        """
+        require_integer("chat.max_turns", self.max_turns, low=1, high=64)
+        if self.max_turns > 1 and self.tool is None:
+            raise ValueError(f"chat.max_turns: {self.max_turns} turns need a tool that answers in between.")
+
+
 class InnerTask(ABC):
     """One thing to improve: a base model, data sources and a benchmark. Subclass it and pass the object.
 
@@ -182,6 +213,14 @@ class InnerTask(ABC):
     @abstractmethod
     def benchmark(self) -> Benchmark:
         """Return the benchmark."""
+
+    def teacher_checkpoint(self) -> Path | None:
+        """Return the folder of a stronger model with the same vocabulary to distil from; None when there is none."""
+        return None
+
+    def chat(self) -> Chat | None:
+        """Return how prompts become turns of a conversation; None when prompts are plain text to continue."""
+        return None
 
     def trainer(self) -> InnerTrainer | None:
         """Return the task's own inner trainer, or None for the TRL trainer."""
@@ -226,6 +265,9 @@ class BuiltTask:
         leaked: source name -> number of rows removed because their prompt is a benchmark prompt.
         content_hash: 16 hex digits over base weights, every row and every item; an edited row changes it.
         checkpoint_hash: 16 hex digits over the files of the base checkpoint alone.
+        teacher: folder of the teacher; None when there is none.
+        teacher_hash: 16 hex digits over the files of the teacher; empty when there is none.
+        chat: how prompts become turns; None for plain text.
     """
 
     sources: Mapping[str, Source]
@@ -233,6 +275,9 @@ class BuiltTask:
     leaked: Mapping[str, int]
     content_hash: str
     checkpoint_hash: str
+    teacher: Path | None = None
+    teacher_hash: str = ""
+    chat: Chat | None = None
 
     @classmethod
     def build(cls, task: InnerTask) -> BuiltTask:
@@ -269,7 +314,25 @@ class BuiltTask:
             digest.update(_canonical(["scorer", benchmark.scorer_version]))
         checkpoint = _digests_of_files(Path(_asked(task, "base_checkpoint", (str, Path))))
         digest.update(checkpoint)
-        return cls(sources, benchmark, leaked, digest.hexdigest()[:16], hashlib.sha256(checkpoint).hexdigest()[:16])
+        teacher = _asked(task, "teacher_checkpoint", (str, Path, type(None)))
+        teacher_hash = ""
+        if teacher is not None:
+            files = _digests_of_files(Path(teacher))
+            digest.update(_canonical(["teacher"]) + files)
+            teacher_hash = hashlib.sha256(files).hexdigest()[:16]
+        chat = _asked(task, "chat", (Chat, type(None)))
+        if chat is not None:
+            digest.update(_canonical(["chat", chat.template, chat.system, chat.tool_version, chat.max_turns]))
+        return cls(
+            sources=sources,
+            benchmark=benchmark,
+            leaked=leaked,
+            content_hash=digest.hexdigest()[:16],
+            checkpoint_hash=hashlib.sha256(checkpoint).hexdigest()[:16],
+            teacher=None if teacher is None else Path(teacher),
+            teacher_hash=teacher_hash,
+            chat=chat,
+        )
 
 
 def _canonical(value: Any) -> bytes:

@@ -163,6 +163,10 @@ class LettersTask(InnerTask):
         """Return the packaged folder of the base model."""
         return Path(__file__).parent / "letters_bases" / self.base
 
+    def teacher_checkpoint(self) -> Path | None:
+        """Return the packaged folder of the strong base, which has the same vocabulary; None when it is the base."""
+        return None if self.base == "strong" else Path(__file__).parent / "letters_bases" / "strong"
+
     def facts(self) -> dict[str, Any]:
         """Return name, seed, base and row counts; never a quality."""
         rows = {name: _kind_sizes(name, self._sizes[name]) for name in SOURCES}
@@ -283,7 +287,7 @@ def _draw(seed: int) -> _Drawn:
 def _kind_sizes(name: str, size: int) -> dict[str, int]:
     """Return how many rows of each kind a source with ``size`` demonstrations has."""
     sizes = {"demonstrations": size, "preferences": max(16, size // 4), "prompts": max(16, size // 2)}
-    return sizes | {"text": size // 4} if name == "web" else sizes
+    return sizes | {"text": size // 4 if name == "web" else max(16, size // 2)}
 
 
 def draw_questions(dimensions: Sequence[str], split: str, count: int, rng: np.random.Generator) -> list[Question]:
@@ -331,7 +335,6 @@ def _source(seed: int, name: str, quality: str, verifier: str, size: int) -> Sou
         "prompts": [{"prompt": q.prompt, "skill": q.skill, "answer": q.answer} for q in prompts],
         "demonstrations": _demonstrations(quality, size, dimensions, rng),
     }
-    if "text" in sizes:
-        conversations = _demonstrations(quality, sizes["text"], dimensions, rng)
-        rows["text"] = [{"text": f"{row['prompt']}{row['completion']}{skills.EOS}"} for row in conversations]
+    conversations = _demonstrations(quality, sizes["text"], dimensions, rng)
+    rows["text"] = [{"text": f"{row['prompt']}{row['completion']}{skills.EOS}"} for row in conversations]
     return Source(name, rows, _VERIFIERS[verifier], verifier_version=verifier)

@@ -23,10 +23,15 @@ class RoundContext:
         recipe: the checked recipe.
         model: a copy of the model that holds the starting weights; the trainer owns it.
         reference: returns another copy with the starting weights, frozen; called only when a reference is needed.
+        teacher: returns the task's teacher, frozen; called only by algorithms that need one.
         tokenizer: the model's tokenizer.
-        draw: (source, row index) pairs in training order, as many as the round will consume.
+        draw: (pool, row index) pairs in training order, as many as the round will consume; for algorithms that sample,
+            the pool is a source and the row one of its prompts, else it is a key of ``tokenised``.
         sources: the sources of the mix, by name.
-        tokenised: their tokenised demonstrations; empty for algorithms that train on other rows.
+        tokenised: pool -> tokenised rows; a pool is a source, or what else the algorithm mixes in. Empty for algorithms
+            that sample.
+        loss: variant of the algorithm's loss.
+        steps: optimiser steps that the round's limit pays for, at most the recipe's; it may still end earlier.
         seed: the trainer's seed.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         device: where training runs.
@@ -36,10 +41,13 @@ class RoundContext:
     recipe: Recipe
     model: PreTrainedModel
     reference: Callable[[], PreTrainedModel]
+    teacher: Callable[[], PreTrainedModel]
     tokenizer: PreTrainedTokenizerBase
     draw: Sequence[tuple[str, int]]
     sources: Mapping[str, Source]
     tokenised: Mapping[str, TokenisedRows]
+    loss: str
+    steps: int
     seed: int
     precision: str
     device: torch.device

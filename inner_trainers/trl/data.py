@@ -37,6 +37,10 @@ class TokenisedRows:
         """The smallest ``max_length`` at which some row keeps a completion token; None when all are empty."""
         return min((length for length in self.needed if length is not None), default=None)
 
+    def supervised_throughout(self) -> TokenisedRows:
+        """Return the rows with a loss on every token but the first, prompts too, as raw text has it."""
+        return with_loss_on_every_token(self.input_ids)
+
     def cut(self, max_length: int) -> TokenisedRows:
         """Return the rows truncated to ``max_length`` tokens; themselves when none is longer."""
         if max_length >= self.longest:
@@ -74,6 +78,24 @@ def tokenise_demonstrations(tokenizer: PreTrainedTokenizerBase, rows: Sequence[R
         trainable=tuple(i for i, length in enumerate(needed) if length is not None),
         unsupervised=tuple(i for i, length in enumerate(needed, 1) if length is None),
         needed=tuple(needed),
+    )
+
+
+def tokenise_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> TokenisedRows:
+    """Tokenise raw text with a loss on every token but the first, which nothing predicts; cut nothing."""
+    return with_loss_on_every_token(tokenizer(text=list(texts))["input_ids"])
+
+
+def with_loss_on_every_token(input_ids: list[list[int]]) -> TokenisedRows:
+    """Return rows that are supervised throughout; one of a single token has nothing to learn."""
+    needed = tuple(2 if len(ids) > 1 else None for ids in input_ids)
+    return TokenisedRows(
+        input_ids=input_ids,
+        labels=input_ids,
+        longest=max(map(len, input_ids)),
+        trainable=tuple(i for i, length in enumerate(needed) if length is not None),
+        unsupervised=tuple(i for i, length in enumerate(needed, 1) if length is None),
+        needed=needed,
     )
 
 

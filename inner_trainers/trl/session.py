@@ -30,14 +30,29 @@ from .models import copy_weights, trainable_tensors
 
 @dataclass
 class Meter:
-    """What the trainer counts while it trains: raw losses, tokens, sequences; read while it is parked."""
+    """What the trainer counts while it trains; read while it is parked.
+
+    Attributes:
+        losses: raw loss of each forward pass since the last optimiser step.
+        trained_tokens: tokens that went forward and backward, once for each model that they went through.
+        generated_tokens: tokens sampled.
+        scored_tokens: tokens that went forward only.
+        teacher_tokens: those of the scored tokens that a teacher read.
+        supervised_tokens: tokens that carried a loss.
+        sequences: training sequences.
+        extra: further values of the step that is running, put into its curve row and cleared.
+        flags: sentences for the report.
+    """
 
     losses: list[float] = field(default_factory=list)
     trained_tokens: int = 0
     generated_tokens: int = 0
     scored_tokens: int = 0
+    teacher_tokens: int = 0
     supervised_tokens: int = 0
     sequences: int = 0
+    extra: dict[str, float] = field(default_factory=dict)
+    flags: list[str] = field(default_factory=list)
 
 
 class MeteredTrainer:
@@ -215,6 +230,8 @@ class TrlSession:
         grad_norm = logs.get("grad_norm")
         row = {"step": float(self.step + 1), "loss": loss, "learning_rate": self._rates_used[-1]}
         row.update({_curve_name(k): float(v) for k, v in logs.items() if _is_curve(k, v)})
+        row.update(self._meter.extra)
+        self._meter.extra.clear()
         self._curves.append(row)
         self._slowest_step = max(self._slowest_step, time.perf_counter() - self._step_began)
         self._step_began = time.perf_counter()
@@ -374,7 +391,7 @@ class TrlSession:
             training_cost=self.cost,
             failure=self._failure,
             curves=tuple(self._curves),
-            flags=tuple(self._flags),
+            flags=(*self._flags, *self._meter.flags),
             wall_seconds=self._wall_seconds,
         )
 

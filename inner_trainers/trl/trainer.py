@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base import Checkpoint, Cost, Limit, Scorecard, round_id
@@ -14,12 +15,12 @@ from ..evaluation import Evaluator
 from ..faults import FaultWatch
 from ..messages import did_you_mean, require_integer
 from ..recipe import Recipe
-from .algorithms import ALGORITHMS, check_recipe
+from .algorithms import ALGORITHMS, AlgorithmSpec, StepTokens, check_recipe, usable_sources
 
 if TYPE_CHECKING:
     from ..tasks.base import InnerTask
-    from .data import TokenisedRows
     from .models import LoadedModel
+    from .rows import TaskRows
     from .session import Meter, TrlSession
 
 RESIDENT_TASKS = 8
@@ -32,13 +33,13 @@ class _Resident:
 
     task: InnerTask
     model: LoadedModel
-    tokenised: dict[str, TokenisedRows] = field(default_factory=dict)
-    longest_prompt: dict[tuple[str, str], int] = field(default_factory=dict)
+    rows: TaskRows
+    prompt_tokens: dict[str, int] = field(default_factory=dict)
     base_scores: dict[str, tuple[Scorecard, Cost]] = field(default_factory=dict)
 
 
 class TrlTrainer:
-    """Runs SFT and GRPO rounds with TRL; satisfies `InnerTrainer`.
+    """Runs real rounds of every algorithm in `ALGORITHMS` with TRL; satisfies `InnerTrainer`.
 
     TRL is imported once per process and the model of each base checkpoint is loaded once. The rows of a source are
     tokenised, and the base weights scored, once for equal tasks, of which the `RESIDENT_TASKS` used last are kept.
@@ -92,8 +93,7 @@ class TrlTrainer:
         """Return the names of the sources that have the rows ``algorithm`` trains on, sorted."""
         if algorithm not in ALGORITHMS:
             raise ValueError(f"algorithm: unknown {algorithm!r}.{did_you_mean(algorithm, ALGORITHMS)}")
-        kind = ALGORITHMS[algorithm].row_kind
-        return tuple(name for name, source in task.built.sources.items() if kind in source.rows)
+        return usable_sources(task, ALGORITHMS[algorithm])
 
     def base(self, task: InnerTask) -> Checkpoint:
         """Return the task's base weights."""
@@ -105,23 +105,16 @@ class TrlTrainer:
 
     def check(self, task: InnerTask, recipe: Recipe) -> None:
         """Refuse a recipe that cannot run on the task, before the model is loaded; see `InnerTrainer.check`."""
-        check_recipe(task, recipe)
+        self._checked(task, recipe)
 
     def step_cost_bound(self, task: InnerTask, recipe: Recipe) -> Cost:
         """Return the most one optimiser step can cost."""
-        spec = check_recipe(task, recipe)
+        spec = self._checked(task, recipe)
         resident = self._load(task)
-        sequences = recipe.batch_size * recipe.gradient_accumulation
-        used = [name for name, weight in recipe.mix.items() if weight > 0]
-        if spec.on_policy:
-            prompt = max(self._longest_prompt(resident, name, spec.row_kind) for name in used)
-            completion = task.built.benchmark.max_new_tokens
-            scored = prompt + (prompt + completion if recipe.kl_coef else 0)
-            counts = (sequences * (prompt + completion), sequences * completion, sequences * scored)
-        else:
-            longest = min(recipe.max_length, max(self._tokenise(resident, name).longest for name in used))
-            counts = (sequences * longest, 0, 0)
-        return Cost(*counts, flops=self._flops(resident, recipe, *counts))
+        tokens = spec.step_tokens(recipe, resident.rows.lengths(spec, recipe))
+        return Cost(
+            tokens.trained, tokens.generated, tokens.scored + tokens.teacher, self._flops(resident, recipe, tokens)
+        )
 
     def evaluation_cost_bound(self, task: InnerTask, split: str) -> Cost:
         """Return the most one evaluation can cost."""
@@ -129,10 +122,10 @@ class TrlTrainer:
         benchmark = task.built.benchmark
         items = benchmark.items(split)
         generated = len(items) * self.evaluator.samples * benchmark.max_new_tokens
-        if ("", split) not in resident.longest_prompt:
+        if split not in resident.prompt_tokens:
             ids = resident.model.tokenizer(text=[item.prompt for item in items])["input_ids"]
-            resident.longest_prompt["", split] = sum(map(len, ids))
-        scored = resident.longest_prompt["", split] * len(self.evaluator.seeds)
+            resident.prompt_tokens[split] = sum(map(len, ids))
+        scored = resident.prompt_tokens[split] * len(self.evaluator.seeds)
         return Cost(0, generated, scored, 2.0 * resident.model.parameters * (generated + scored))
 
     def begin(
@@ -144,28 +137,29 @@ class TrlTrainer:
             ValueError: the recipe cannot run on the task, a seed outside [0, 2**32), or a source of the mix of which
                 no row keeps a completion token at ``max_length``.
         """
-        spec = check_recipe(task, recipe)
+        spec = self._checked(task, recipe)
         require_integer("seed", seed, low=0, high=2**32 - 1)
         resident = self._load(task)
         device, precision = self._ready()
         from .context import RoundContext
         from .data import draw_mix
+        from .rows import truncation_flags
         from .session import TrlSession
 
         sources = {name: task.built.sources[name] for name, weight in recipe.mix.items() if weight > 0}
-        tokenised = (
-            {} if spec.on_policy else {name: self._tokenise(resident, name).cut(recipe.max_length) for name in sources}
-        )
-        unsupervised, flags = _truncation_flags(tokenised, recipe.max_length)
-        rows = recipe.steps * recipe.batch_size * recipe.gradient_accumulation
-        if spec.on_policy:
-            rows //= recipe.num_generations
+        pools = resident.rows.pools(spec, recipe)
+        tokenised = {}
+        if not spec.sampled:
+            tokenised = {pool: resident.rows.tokenised(spec, pool).cut(recipe.max_length) for pool in pools}
+        unsupervised, flags = truncation_flags(tokenised, recipe.max_length)
         usable = {
-            name: tokenised[name].trainable if name in tokenised else range(len(source.rows[spec.row_kind]))
-            for name, source in sources.items()
+            pool: tokenised[pool].trainable if pool in tokenised else range(len(sources[pool].rows[spec.rows]))
+            for pool in pools
         }
-        drawn = draw_mix({name: len(indices) for name, indices in usable.items()}, recipe.mix, rows, seed)
-        draw = [(name, usable[name][position]) for name, position in drawn]
+        sizes = {pool: len(indices) for pool, indices in usable.items()}
+        drawn = draw_mix(sizes, pools, recipe.steps * spec.rows_per_step(recipe), seed)
+        draw = [(pool, usable[pool][position]) for pool, position in drawn]
+        bound = self.step_cost_bound(task, recipe)
         module = importlib.import_module(f".{spec.module}", __package__)
 
         def build() -> tuple[Any, Meter]:
@@ -174,10 +168,13 @@ class TrlTrainer:
                 recipe=recipe,
                 model=resident.model.with_weights(start.weights),
                 reference=lambda: resident.model.with_weights(start.weights).eval(),
+                teacher=lambda: self._teacher(task),
                 tokenizer=resident.model.tokenizer,
                 draw=draw,
                 sources=sources,
                 tokenised=tokenised,
+                loss=spec.loss(recipe),
+                steps=_affordable_steps(recipe, bound, limit),
                 seed=seed,
                 precision=precision,
                 device=device,
@@ -191,8 +188,8 @@ class TrlTrainer:
             start=start,
             seed=seed,
             round_id=round_id(task, start, recipe, seed, spec.ignored),
-            flops=lambda m: self._flops(resident, recipe, m.trained_tokens, m.generated_tokens, m.scored_tokens),
-            step_bound=self.step_cost_bound(task, recipe),
+            flops=lambda meter: self._flops(resident, recipe, _metered_tokens(meter)),
+            step_bound=bound,
             limit=limit,
             watch=FaultWatch(resident.model.template.config.vocab_size, spec.on_policy),
             torch_threads=self._torch_threads,
@@ -237,15 +234,19 @@ class TrlTrainer:
     def _load(self, task: InnerTask) -> _Resident:
         key = task.built.content_hash
         if key not in self._residents:
-            self._residents[key] = _Resident(task, self._model(task))
+            from .rows import TaskRows
+
+            model = self._model(Path(task.base_checkpoint()), task.built.checkpoint_hash)
+            self._residents[key] = _Resident(task, model, TaskRows(task, model.tokenizer))
             if len(self._residents) > RESIDENT_TASKS:
                 self._residents.popitem(last=False)
         self._residents.move_to_end(key)
         return self._residents[key]
 
-    def _model(self, task: InnerTask) -> LoadedModel:
-        folder, content = str(task.base_checkpoint()), task.built.checkpoint_hash
-        if folder not in self._models or self._models[folder][0] != content:
+    def _model(self, folder: Path, content: str) -> LoadedModel:
+        """Return the model of a folder whose files have the hash ``content``, loaded once."""
+        key = str(folder)
+        if key not in self._models or self._models[key][0] != content:
             device, _ = self._ready()
             import torch
 
@@ -254,36 +255,45 @@ class TrlTrainer:
 
             # building a module draws its initial weights before they are loaded
             with caller_random_state_kept(), trainable_tensors():
-                self._models[folder] = content, load_model(task.base_checkpoint(), device, torch.float32)
-        return self._models[folder][1]
+                self._models[key] = content, load_model(folder, device, torch.float32)
+        return self._models[key][1]
 
-    def _tokenise(self, resident: _Resident, source: str) -> TokenisedRows:
-        if source not in resident.tokenised:
-            from .data import tokenise_demonstrations
+    def _teacher_model(self, task: InnerTask) -> LoadedModel:
+        assert task.built.teacher is not None  # `check_recipe` refuses what needs one without
+        return self._model(task.built.teacher, task.built.teacher_hash)
 
-            rows = resident.task.built.sources[source].rows["demonstrations"]
-            resident.tokenised[source] = tokenise_demonstrations(resident.model.tokenizer, rows)
-        return resident.tokenised[source]
+    def _teacher(self, task: InnerTask) -> Any:
+        loaded = self._teacher_model(task)
+        return loaded.with_weights(loaded.base_weights).eval().requires_grad_(False)
 
-    def _longest_prompt(self, resident: _Resident, source: str, kind: str) -> int:
-        key = (source, kind)
-        if key not in resident.longest_prompt:
-            rows = resident.task.built.sources[source].rows[kind]
-            ids = resident.model.tokenizer(text=[row["prompt"] for row in rows])["input_ids"]
-            empty = [number for number, row in enumerate(ids, start=1) if not row]
-            if empty:
-                raise ValueError(f"source {source!r}, {kind} row {empty[0]}: the prompt has no tokens to continue.")
-            resident.longest_prompt[key] = max(map(len, ids))
-        return resident.longest_prompt[key]
+    def _checked(self, task: InnerTask, recipe: Recipe) -> AlgorithmSpec:
+        """Return the recipe's algorithm, or refuse what cannot run."""
+        return check_recipe(task, recipe)
 
-    def _flops(self, resident: _Resident, recipe: Recipe, trained: int, generated: int, scored: int) -> float:
+    def _flops(self, resident: _Resident, recipe: Recipe, tokens: StepTokens) -> float:
         total = resident.model.parameters
         if recipe.lora_rank == 0:
             per_trained_token = 6.0 * total
         else:
             adapter = lora_parameters(resident.model.template, recipe.lora_rank)
             per_trained_token = 4.0 * total + 6.0 * adapter
-        return per_trained_token * trained + 2.0 * total * (generated + scored)
+        flops = per_trained_token * tokens.trained + 2.0 * total * (tokens.generated + tokens.scored)
+        if tokens.teacher:
+            flops += 2.0 * self._teacher_model(resident.task).parameters * tokens.teacher
+        return flops
+
+
+def _metered_tokens(meter: Meter) -> StepTokens:
+    """Return what was counted, with the teacher's tokens apart."""
+    own = meter.scored_tokens - meter.teacher_tokens
+    return StepTokens(meter.trained_tokens, meter.generated_tokens, own, meter.teacher_tokens)
+
+
+def _affordable_steps(recipe: Recipe, bound: Cost, limit: Limit | None) -> int:
+    """Return how many steps a limit pays for when each costs the most it can; all when it is counted in seconds."""
+    if limit is None or bound.in_unit(limit.unit) <= 0:
+        return recipe.steps
+    return min(recipe.steps, int(limit.amount // bound.in_unit(limit.unit)))
 
 
 def lora_parameters(model: Any, rank: int) -> int:
@@ -298,21 +308,3 @@ def lora_parameters(model: Any, rank: int) -> int:
         if isinstance(module, torch.nn.Linear | Conv1D) and module is not head
     )
 
-
-def _truncation_flags(tokenised: dict[str, Any], max_length: int) -> tuple[int, tuple[str, ...]]:
-    lost = {name: rows.unsupervised for name, rows in tokenised.items() if rows.unsupervised}
-    for name, rows in tokenised.items():
-        if not rows.trainable:
-            count, needed = len(rows.input_ids), rows.smallest_max_length
-            if needed is None:
-                raise ValueError(f"source {name!r}: all {count} completions are empty, so there is nothing to learn.")
-            raise ValueError(
-                f"max_length: at {max_length} none of the {count} rows of source {name!r} keeps a completion token; "
-                f"the smallest max_length that works is {needed}."
-            )
-    flags = tuple(
-        f"{len(rows)} of {len(tokenised[name].input_ids)} rows of source {name!r} keep no completion token at "
-        f"max_length {max_length}: rows {', '.join(map(str, rows[:10]))}{', …' if len(rows) > 10 else ''}"
-        for name, rows in lost.items()
-    )
-    return sum(map(len, lost.values())), flags
