@@ -374,7 +374,8 @@ class Search:
         if algorithm not in self.trainer.algorithms:
             return ()
         there = self.trainer.usable_sources(self.task, algorithm)
-        return tuple(name for name in self.space.usable[algorithm] if name in there)
+        # A space made from another instance may know of no source: that one lacked a teacher, say.
+        return tuple(name for name in self.space.usable[algorithm] or self.space.sources if name in there)
 
     def _evaluation_cost(self) -> Cost:
         """Return what is kept back for the next evaluation: the most it can cost, in seconds what the last one took."""
