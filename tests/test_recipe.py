@@ -72,8 +72,6 @@ def recipe(**changes: Any) -> Recipe:
         ("lora_rank", [0, 1024], [-1, 1025]),
         ("max_length", [2, 1_048_576], [1, 1_048_577]),
         ("packing", [True, False], [1, "yes", None]),
-        ("lora_adapter", ["merge", "stack"], ["fuse", None]),
-        ("critic", ["head", "model", "none"], ["value", 1]),
         ("loss", ["ipo"], ["", None, 3]),
         ("beta", [1e-6, 100], [0, 101]),
         ("entropy_coef", [0, 10], [-0.1, 11]),
@@ -103,6 +101,8 @@ def test_every_range_is_held_and_named(name: str, allowed: list[Any], refused: l
             {"schedule": "linaer"},
             "schedule: unknown 'linaer'. Did you mean 'linear'? Known: constant, cosine, linear.",
         ),
+        ({"critic": "heads"}, "critic: unknown 'heads'. Did you mean 'head'? Known: head, model, none."),
+        ({"lora_adapter": None}, "lora_adapter: unknown None. Known: merge, stack."),
         ({"algorithm": ""}, "algorithm: expected a name, got ''."),
         ({"mix": {}}, "mix: expected source names with weights, for example {'math': 1.0}, got {}."),
         ({"mix": [0.5, 0.5]}, "mix: expected source names with weights, for example {'math': 1.0}, got [0.5, 0.5]."),
@@ -176,8 +176,15 @@ def test_hash_changes_with_each_field() -> None:
         "schedule": "linear",
         **{name: 5 for name in ("steps", "batch_size", "gradient_accumulation", "warmup_steps", "lora_rank")},
         **{name: 0.25 for name in ("learning_rate", "kl_coef", "temperature", "max_grad_norm", "weight_decay")},
+        **{name: 0.125 for name in ("beta", "entropy_coef", "clip_range", "gamma", "gae_lambda", "vf_coef")},
+        **{name: 0.125 for name in ("clip_range_vf", "min_reward", "replay_share")},
         "num_generations": 2,
+        "num_iterations": 3,
         "max_length": 64,
+        "packing": False,
+        "loss": "dapo",
+        "critic": "head",
+        "lora_adapter": "merge",
     }
     assert changed.keys() == FULL.keys()
     hashes = [recipe(**{name: value}).content_hash for name, value in changed.items()]
@@ -197,6 +204,12 @@ def test_the_training_hash_sees_what_is_trained_alone() -> None:
         "schedule": "linear",
         "max_length": 64,
         "steps": 5,
+        "packing": False,
+        "loss": "dapo",
+        "critic": "head",
+        "lora_adapter": "merge",
+        "replay_share": 0.5,
+        "gamma": 0.5,
     }
     for name in FULL.keys() - {"start"}:
         assert recipe(**{name: others.get(name, 1)}).training_hash() != made.training_hash(), name

@@ -119,7 +119,11 @@ def test_groups_that_do_not_fit_are_refused_before_a_model_is_loaded(
             "num_generations: 2 does not divide the 1 completions of a step "
             "(batch_size 1 x gradient_accumulation 1); allowed: none, raise batch_size to at least 2.",
         ),
-        (sft(algorithm="grop"), "algorithm: unknown 'grop'. Did you mean 'grpo'? Known: grpo, sft."),
+        (
+            sft(algorithm="grop"),
+            "algorithm: unknown 'grop'. Did you mean 'grpo'? "
+            "Known: distill, dpo, grpo, kto, midtrain, ppo, rft, rloo, sft.",
+        ),
         (
             sft(mix={"goods": 1.0}),
             "mix: task 'tiny' has no source 'goods'. Did you mean 'good'? Known: bad, good.",

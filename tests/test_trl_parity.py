@@ -28,8 +28,9 @@ from tests.trl_rounds import ROW, Weights, by_hand, equal, graded, grpo, run, sf
 
 def test_it_satisfies_the_protocol(trainer: TrlTrainer, task: TinyTask) -> None:
     assert isinstance(trainer, InnerTrainer)
-    assert trainer.algorithms == ("grpo", "sft")
-    assert "temperature" in trainer.ignored_settings("sft") and trainer.ignored_settings("grpo") == ("max_length",)
+    assert trainer.algorithms == ("distill", "dpo", "grpo", "kto", "midtrain", "ppo", "rft", "rloo", "sft")
+    assert "temperature" in trainer.ignored_settings("sft") and "temperature" not in trainer.ignored_settings("grpo")
+    assert set(trainer.ignored_settings("ppo")).isdisjoint({"gamma", "gae_lambda", "critic", "vf_coef"})
     assert json.loads(json.dumps(trainer.fingerprint)) == trainer.fingerprint
     assert trainer.fingerprint["precision"] == ("bf16" if torch.cuda.is_available() else "fp32")
     assert trainer.usable_sources(task, "grpo") == ("good",)
@@ -291,13 +292,15 @@ def test_other_weights_have_other_ids_and_equal_weights_equal_ones(trainer: TrlT
 
 
 def test_what_an_algorithm_ignores_changes_no_round(trainer: TrlTrainer, task: TinyTask) -> None:
-    changes = {"num_generations": 4, "temperature": 0.5, "kl_coef": 0.1, "max_length": 512}
+    numbers = ("beta", "clip_range", "clip_range_vf", "entropy_coef", "gae_lambda", "gamma", "kl_coef", "min_reward")
+    changes = {name: 0.125 for name in (*numbers, "replay_share", "temperature", "vf_coef")}
+    changes |= {"num_generations": 2, "num_iterations": 2, "max_length": 512, "packing": True, "critic": "model"}
     for base in (sft(), grpo()):
         report, checkpoint = run(trainer, task, base)
         assert checkpoint is not None
         ignored = trainer.ignored_settings(base.algorithm)
         assert ignored
-        for name in ignored:
+        for name in set(ignored) - {"loss"}:  # another loss is refused
             other, again = run(trainer, task, Recipe.from_dict({**base.to_dict(), name: changes[name]}))
             assert again is not None and equal(again.weights, checkpoint.weights)
             assert (other.checkpoint, other.curves[-1]["loss"]) == (report.checkpoint, report.curves[-1]["loss"])
