@@ -11,21 +11,29 @@ from collections.abc import Callable
 from typing import Any
 
 from ..inner_trainers.messages import did_you_mean
+from .bench_rounds import bench_long_round, bench_rollouts
 
 STEPS, BATCH, RATE = 20, 32, 3e-4
 INSTANCE = 0
 ENDLESS = {"limit": 1e12, "max_rounds": 100_000, "patience": 100_000}
 
 
-def run_bench(name: str, repeats: int) -> dict[str, Any]:
+def run_bench(name: str, repeats: int, algorithm: str | None = None) -> dict[str, Any]:
     """Run the benchmark of a name.
 
+    Args:
+        name: a key of `BENCHES`.
+        repeats: repetitions of each side.
+        algorithm: with ``"round"``, run a long round of this algorithm; see `bench_long_round`.
+
     Raises:
-        ValueError: unknown name.
+        ValueError: unknown name, or an algorithm with another benchmark than ``"round"``.
     """
     if name not in BENCHES:
         raise ValueError(f"bench: unknown {name!r}.{did_you_mean(name, BENCHES)}")
-    result = BENCHES[name](repeats)
+    if algorithm is not None and name != "round":
+        raise ValueError(f"algorithm: only the benchmark 'round' takes one, got {algorithm!r} for {name!r}.")
+    result = BENCHES[name](repeats) if algorithm is None else bench_long_round(algorithm, repeats)
     return {"bench": name, "repeats": repeats, "python": platform.python_version(), **result}
 
 
@@ -204,6 +212,7 @@ def bench_import(repeats: int) -> dict[str, Any]:
 BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "import": bench_import,
     "memory": bench_memory,
+    "rollouts": bench_rollouts,
     "round": bench_round,
     "rounds-per-hour": bench_rounds_per_hour,
 }

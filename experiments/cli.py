@@ -319,15 +319,47 @@ def policies(as_json: Json = False) -> None:
 
 
 @app.command()
+def algorithms(
+    task: Annotated[str, typer.Option(help="Built-in family, or module:Class.")] = "letters",
+    instance: Annotated[int, typer.Option(help="Instance seed.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """List the inner algorithms: what each trains on and reads, and the sources of a task that it can use."""
+    from ..inner_trainers.tasks import resolve_task
+    from ..inner_trainers.trl.algorithms import ALGORITHMS, usable_sources
+
+    drawn = resolve_task(task).instance(instance)
+    rows = [
+        {
+            "name": spec.name,
+            "about": spec.summary,
+            "rows": spec.rows + (", teacher" if spec.needs_teacher else ""),
+            "losses": list(spec.losses),
+            "reads": list(spec.reads),
+            "sources": list(usable_sources(drawn, spec)),
+        }
+        for spec in ALGORITHMS.values()
+    ]
+    if as_json:
+        console.print_json(data=rows)
+        return
+    shown = [{**row, **{key: ", ".join(row[key]) or "none" for key in ("losses", "reads", "sources")}} for row in rows]
+    console.print(_table(["name", "about", "rows", "losses", "reads", "sources"], shown))
+
+
+@app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="round, rounds-per-hour, memory or import.")],
+    name: Annotated[str, typer.Argument(help="round, rollouts, rounds-per-hour, memory or import.")],
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each side, interleaved.")] = 5,
+    algorithm: Annotated[
+        str | None, typer.Option(help="With round: a long round of this algorithm instead of a short SFT round.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure a figure against its alternative in this very run; prints ratios."""
     from .bench import run_bench
 
-    result = run_bench(name, repeats)
+    result = run_bench(name, repeats, algorithm)
     if as_json:
         print(json.dumps(result))
     else:
