@@ -106,6 +106,13 @@ class AlgorithmSpec:
         sequences = recipe.batch_size * recipe.gradient_accumulation
         return sequences // recipe.num_generations if self.grouped else sequences
 
+    def rows_per_round(self, recipe: Recipe) -> int:
+        """Return how many source rows a whole round uses; completions may be reused for ``num_iterations`` steps."""
+        batches = recipe.steps
+        if "num_iterations" in self.reads:
+            batches = -(-recipe.steps // recipe.num_iterations)
+        return batches * self.rows_per_step(recipe)
+
 
 def _sequences(recipe: Recipe) -> int:
     return recipe.batch_size * recipe.gradient_accumulation
@@ -134,11 +141,24 @@ def _policy_gradient(recipe: Recipe, lengths: Lengths) -> StepTokens:
     return StepTokens(sequences * whole, sequences * lengths.completion, sequences * scored)
 
 
+def _leave_one_out(recipe: Recipe, lengths: Lengths) -> StepTokens:
+    sequences, whole = _sequences(recipe), lengths.prompt + lengths.completion
+    # the policy's own log-probabilities are always read before the first update
+    scored = lengths.prompt + whole + (whole if recipe.kl_coef else 0)
+    return StepTokens(sequences * whole, sequences * lengths.completion, sequences * scored)
+
+
 def _actor_critic(recipe: Recipe, lengths: Lengths) -> StepTokens:
-    tokens, whole = _policy_gradient(recipe, lengths), lengths.prompt + lengths.completion
-    values = _sequences(recipe) * whole if recipe.critic != "none" else 0  # read once before the first update
-    twice = 2 if recipe.critic == "model" else 1
-    return StepTokens(twice * tokens.trained, tokens.generated, tokens.scored + values)
+    sequences, whole = _sequences(recipe), lengths.prompt + lengths.completion
+    models = 2 if recipe.critic == "model" else 1
+    # old log-probabilities and the values of a head come out of one pass
+    policy_read = recipe.critic == "head" or recipe.kl_coef > 0 or recipe.num_iterations > 1
+    passes = policy_read + (recipe.kl_coef > 0) + (recipe.critic == "model")
+    return StepTokens(
+        trained=models * sequences * whole,
+        generated=sequences * lengths.completion,
+        scored=sequences * (lengths.prompt + passes * whole),
+    )
 
 
 def _rejection_sampling(recipe: Recipe, lengths: Lengths) -> StepTokens:
@@ -257,7 +277,7 @@ ALGORITHMS = MappingProxyType(
                 rows="prompts",
                 module="rloo",
                 reads=("clip_range", "kl_coef", "num_generations", "num_iterations", "temperature"),
-                step_tokens=_policy_gradient,
+                step_tokens=_leave_one_out,
                 sampled=True,
                 on_policy=True,
                 grouped=True,
@@ -321,9 +341,7 @@ def check_recipe(task: InnerTask, recipe: Recipe) -> AlgorithmSpec:
             f"got {recipe.batch_size}."
         )
     if spec.name == "midtrain" and recipe.replay_share > 0 and not replayed_sources(task):
-        raise ValueError(
-            f"replay_share: task {task.name!r} has no demonstrations to replay; set it to 0."
-        )
+        raise ValueError(f"replay_share: task {task.name!r} has no demonstrations to replay; set it to 0.")
     if recipe.lora_rank and not spec.adapters:
         raise ValueError(f"lora_rank: {spec.name} trains full weights only; set it to 0.")
     return spec

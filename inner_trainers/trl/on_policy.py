@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+from collections.abc import Mapping
 from typing import Any
 
 import datasets
@@ -22,6 +23,9 @@ class MeteredRollouts(MeteredTrainer):
     Sampled and scored tokens are counted when they are made, so a rollout whose verifier raises is charged too.
     """
 
+    _metrics: dict[str, dict[str, list[float]]]
+    _batch_metrics: dict[str, list[float]]
+
     def keep_close_to(self, reference: Any, kl_coef: float) -> None:
         """Penalise the KL divergence to ``reference``.
 
@@ -36,21 +40,49 @@ class MeteredRollouts(MeteredTrainer):
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         sampled = super()._generate_single_turn(prompt_ids, *args, **kwargs)  # type: ignore[misc]
         self.meter.scored_tokens += sum(map(len, prompt_ids))  # the prompts' forward pass before sampling
-        self.meter.generated_tokens += sum(map(len, sampled[0]))
-        self._rollout_tokens = sum(map(len, prompt_ids)) + sum(map(len, sampled[0]))
+        completion_ids = sampled[0] if isinstance(sampled, tuple) else sampled  # RLOO returns the ids alone
+        self.meter.generated_tokens += sum(map(len, completion_ids))
         return sampled
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
-        if self.beta:
-            self.meter.scored_tokens += self._rollout_tokens  # the reference's log-probabilities, taken by now
-        return super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not torch.is_grad_enabled():  # log-probabilities of the reference, or of the policy before an update
+            self.meter.scored_tokens += int(attention_mask.sum())
+        return super()._get_per_token_logps_and_entropies(  # type: ignore[misc]
+            model, input_ids, attention_mask, *args, **kwargs
+        )
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = self._with_advantages(super()._generate_and_score_completions(inputs))  # type: ignore[misc]
+        # The step that samples a batch starts with empty metrics, so these are the batch's own.
+        self._batch_metrics = {name: list(values) for name, values in self._metrics["train"].items()}
+        self._batch_metrics.pop("frac_reward_zero_std", None)  # a later step's gradient may be 0: all is clipped
+        return batch
+
+    def _with_advantages(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the sampled batch as it is; for algorithms that replace what the library took for advantages."""
+        return batch
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log a step; one that uses a batch again (``num_iterations``) shows that batch's rewards and lengths."""
+        metrics = self._metrics["train"]
+        if "loss" in logs and "reward" not in metrics:
+            metrics.update({name: list(values) for name, values in self._batch_metrics.items() if name not in metrics})
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor]) -> Any:
-        prompt, completion = int(inputs["prompt_mask"].sum()), int(inputs["completion_mask"].sum())
+        completion_mask = inputs["completion_mask"]
         self.meter.sequences += len(inputs["prompt_ids"])
-        self.meter.trained_tokens += prompt + completion
-        self.meter.supervised_tokens += completion
+        self.meter.trained_tokens += int(inputs["prompt_mask"].sum()) + int(completion_mask.sum())
+        self.meter.supervised_tokens += int(policy_mask(inputs).sum())
         return super()._compute_loss(model, inputs)  # type: ignore[misc]
+
+
+def policy_mask(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return which completion tokens the policy chose: (B, T) of 0 and 1, without padding and a tool's tokens."""
+    mask = batch["completion_mask"]
+    return mask if "tool_mask" not in batch else mask * batch["tool_mask"]
 
 
 def prompt_dataset(context: RoundContext) -> datasets.Dataset:

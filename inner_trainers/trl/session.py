@@ -177,7 +177,9 @@ class TrlSession:
             with trainable_tensors():
                 weights = self._final_weights() if self._failure is None else None
             self._release()
-            if self._curves and all(row.get("groups_without_spread") == 1.0 for row in self._curves):
+            # a step that uses a batch of completions again says nothing of its groups
+            spread = [row["groups_without_spread"] for row in self._curves if "groups_without_spread" in row]
+            if spread and all(share == 1.0 for share in spread):
                 self._flags.append(
                     f"no signal: in all {self.step} steps the completions of every prompt had equal rewards, so "
                     "nothing was learned; the task is too hard or too easy here, or the verifier is constant"

@@ -157,7 +157,7 @@ class TrlTrainer:
             for pool in pools
         }
         sizes = {pool: len(indices) for pool, indices in usable.items()}
-        drawn = draw_mix(sizes, pools, recipe.steps * spec.rows_per_step(recipe), seed)
+        drawn = draw_mix(sizes, pools, spec.rows_per_round(recipe), seed)
         draw = [(pool, usable[pool][position]) for pool, position in drawn]
         bound = self.step_cost_bound(task, recipe)
         module = importlib.import_module(f".{spec.module}", __package__)

@@ -1,0 +1,45 @@
+"""REINFORCE with a leave-one-out baseline on verifiable prompts with TRL's `RLOOTrainer`."""
+
+from __future__ import annotations
+
+from trl import RLOOConfig, RLOOTrainer
+
+from .context import RoundContext
+from .models import hold_to_device, training_arguments
+from .on_policy import MeteredRollouts, prompt_dataset, reward_function
+from .session import Meter
+
+
+class MeteredRLOOTrainer(MeteredRollouts, RLOOTrainer):  # type: ignore[misc]
+    """`RLOOTrainer` that counts tokens and takes its reference weights from memory.
+
+    Its probability ratio is that of a whole completion, and the KL divergence to the reference lowers the reward.
+    """
+
+
+def build_trainer(context: RoundContext) -> tuple[RLOOTrainer, Meter]:
+    """Return the trainer for a recipe whose prompts are drawn, with the meter it fills."""
+    recipe = context.recipe
+    trainer = MeteredRLOOTrainer(
+        model=context.model,
+        reward_funcs=[reward_function(context)],
+        args=hold_to_device(
+            RLOOConfig(
+                **training_arguments(recipe, context.seed, context.precision, context.device),
+                num_generations=recipe.num_generations,
+                num_iterations=recipe.num_iterations,
+                max_completion_length=context.task.built.benchmark.max_new_tokens,
+                temperature=recipe.temperature,
+                epsilon=recipe.clip_range,
+                beta=recipe.kl_coef if recipe.lora_rank else 0.0,
+            ),
+            context.device,
+        ),
+        train_dataset=prompt_dataset(context),
+        processing_class=context.tokenizer,
+        peft_config=context.peft_config(),
+    )
+    if recipe.kl_coef > 0 and not recipe.lora_rank:
+        trainer.keep_close_to(context.reference(), recipe.kl_coef)
+    trainer.meter = Meter()
+    return trainer, trainer.meter
