@@ -23,6 +23,8 @@ class MeteredRollouts(MeteredTrainer):
     Sampled and scored tokens are counted when they are made, so a rollout whose verifier raises is charged too.
     """
 
+    accelerator: Any
+    temperature: float
     _metrics: dict[str, dict[str, list[float]]]
     _batch_metrics: dict[str, list[float]]
 
