@@ -72,14 +72,14 @@ def test_a_source_without_any_trainable_row_is_refused_with_the_way_out(trainer:
     task = TinyTask(folder, rows=CUT[:3])
     base = trainer.base(task)
     message = (
-        "max_length: at 20 none of the 3 rows of source 'good' keeps a completion token; "
+        "max_length: at 20 all 3 rows of source 'good' keep no completion token; "
         "the smallest max_length that works is 61."
     )
     for mix in ({"good": 1.0}, {"good": 0.5, "bad": 0.5}):  # another source's rows do not make up for it
         with pytest.raises(ValueError) as caught:
             trainer.begin(task, sft(max_length=20, mix=mix), base, 0)
         assert str(caught.value) == message
-    with pytest.raises(ValueError, match="max_length: at 60 none of the 3 rows"):
+    with pytest.raises(ValueError, match="max_length: at 60 all 3 rows"):
         trainer.begin(task, sft(max_length=60), base, 0)
     report, _ = run(trainer, task, sft(max_length=61, batch_size=2, steps=2))
     assert (report.failure, report.supervised_tokens, report.flags) == (None, 4, ())

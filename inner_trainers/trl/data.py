@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -24,6 +25,9 @@ class TokenisedRows:
         unsupervised: the other rows, numbered from 1.
         needed: per row, the smallest ``max_length`` that keeps a completion token; None for an empty completion.
     """
+
+    lost_by_cutting: ClassVar[str] = "keep no completion token"
+    lost_anyway: ClassVar[str] = "have nothing to predict"
 
     input_ids: list[list[int]]
     labels: list[list[int]]
@@ -65,16 +69,22 @@ def tokenise_demonstrations(tokenizer: PreTrainedTokenizerBase, rows: Sequence[R
     ]
     prompts: list[list[int]] = tokenizer(text=[row["prompt"] for row in rows])["input_ids"]
     wholes: list[list[int]] = tokenizer(text=texts)["input_ids"]
-    labels, needed = [], []
-    for prompt, whole in zip(prompts, wholes, strict=True):
-        prefix = _common_prefix_length(prompt, whole)
-        labels.append([-100] * prefix + whole[prefix:])
-        unlearnt = max(prefix, 1)  # no token predicts the first one
-        needed.append(unlearnt + 1 if len(whole) > unlearnt else None)
+    prefixes = [common_prefix_length(prompt, whole) for prompt, whole in zip(prompts, wholes, strict=True)]
+    labels = [[-100] * prefix + whole[prefix:] for prefix, whole in zip(prefixes, wholes, strict=True)]
+    return labelled_rows(wholes, labels)
+
+
+def labelled_rows(input_ids: Sequence[list[int]], labels: Sequence[list[int]]) -> TokenisedRows:
+    """Return rows with the labels given: an id where a loss is taken, -100 elsewhere."""
+    needed = []
+    for row in labels:
+        # no token predicts the first one
+        first = next((position for position, label in enumerate(row) if position > 0 and label != -100), None)
+        needed.append(None if first is None else first + 1)
     return TokenisedRows(
-        input_ids=wholes,
-        labels=labels,
-        longest=max(map(len, wholes)),
+        input_ids=list(input_ids),
+        labels=list(labels),
+        longest=max(map(len, input_ids)),
         trainable=tuple(i for i, length in enumerate(needed) if length is not None),
         unsupervised=tuple(i for i, length in enumerate(needed, 1) if length is None),
         needed=tuple(needed),
@@ -99,7 +109,8 @@ def with_loss_on_every_token(input_ids: list[list[int]]) -> TokenisedRows:
     )
 
 
-def _common_prefix_length(left: Sequence[int], right: Sequence[int]) -> int:
+def common_prefix_length(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return how many first tokens two rows share: where a completion starts in a row that begins with its prompt."""
     for index, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return index

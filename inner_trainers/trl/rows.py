@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from ..chat import ChatFormat
 from ..recipe import Recipe
-from ..tasks.base import InnerTask
+from ..tasks.base import InnerTask, distinct_rows
 from . import data, preferences
 from .algorithms import AlgorithmSpec, Lengths, replayed_sources
 
@@ -18,7 +19,15 @@ REPLAYED = " (replayed)"
 
 
 class Tokenised(Protocol):
-    """What every kind of tokenised rows has in common; see `data.TokenisedRows`."""
+    """What every kind of tokenised rows has in common; see `data.TokenisedRows`.
+
+    Attributes:
+        lost_by_cutting: what rows do that a smaller ``max_length`` leaves nothing to learn of, as a predicate.
+        lost_anyway: what rows do that have nothing to learn at any length.
+    """
+
+    lost_by_cutting: ClassVar[str]
+    lost_anyway: ClassVar[str]
 
     @property
     def longest(self) -> int:
@@ -45,10 +54,24 @@ class Tokenised(Protocol):
 
 
 class TaskRows:
-    """The tokenised rows of one task, each made when it is first asked for and kept."""
+    """The tokenised rows of one task, each made when it is first asked for and kept.
 
-    def __init__(self, task: InnerTask, tokenizer: PreTrainedTokenizerBase) -> None:
+    Args:
+        task: the task.
+        tokenizer: the model's tokenizer.
+        ends: token ids that end an answer of the model; None for the tokenizer's.
+
+    Attributes:
+        chat: how the task's prompts become turns; None for plain text.
+    """
+
+    def __init__(
+        self, task: InnerTask, tokenizer: PreTrainedTokenizerBase, ends: Collection[int] | None = None
+    ) -> None:
         self._task, self._tokenizer = task, tokenizer
+        chat = task.built.chat
+        self.chat = None if chat is None else ChatFormat(tokenizer, chat, str(task.base_checkpoint()), ends)
+        self._repeats: dict[tuple[str, str], str] = {}
         self._rows: dict[str, Tokenised] = {}
         self._longest_prompt: dict[str, int] = {}
 
@@ -78,24 +101,57 @@ class TaskRows:
         completion = self._task.built.benchmark.max_new_tokens
         pools = self.pools(spec, recipe)
         if spec.sampled:
-            return Lengths(max(self._prompt_length(name) for name in pools), completion, row=0)
+            prompt = max(self._prompt_length(name) for name in pools)
+            if self.chat is None or not self.chat.uses_tool:
+                return Lengths(prompt, completion, row=0)
+            return Lengths(prompt, completion, 0, self.chat.chat.max_turns, self.chat.longest_tool_turn)
         longest = max(self.tokenised(spec, pool).longest for pool in pools)
         return Lengths(0, completion, row=min(recipe.max_length, longest))
+
+    def prompt_ids(self, prompts: Sequence[str]) -> list[list[int]]:
+        """Return prompts as the token ids that the model continues."""
+        if self.chat is not None:
+            return self.chat.prompts(prompts)
+        ids: list[list[int]] = self._tokenizer(text=list(prompts))["input_ids"]
+        return ids
+
+    def repeat_flags(self, spec: AlgorithmSpec, recipe: Recipe) -> tuple[str, ...]:
+        """Return a sentence for each source of the mix some of whose rows are equal."""
+        flags = []
+        for pool in self.pools(spec, recipe):
+            kind = "demonstrations" if pool.endswith(REPLAYED) else spec.rows
+            key = pool.removesuffix(REPLAYED), kind
+            if key not in self._repeats:
+                rows = self._task.built.sources[key[0]].rows[kind]
+                distinct = distinct_rows(rows)
+                said = f"source {key[0]!r}: {len(rows)} {kind} rows, {distinct} distinct"
+                self._repeats[key] = said if distinct < len(rows) else ""
+            flags.append(self._repeats[key])
+        return tuple(dict.fromkeys(flag for flag in flags if flag))
+
+    def _demonstrations(self, source: str) -> data.TokenisedRows:
+        rows = self._task.built.sources[source].rows["demonstrations"]
+        if self.chat is None:
+            return data.tokenise_demonstrations(self._tokenizer, rows)
+        turns = [
+            row["messages"] if "messages" in row else self.chat.turns(row["prompt"], row["completion"]) for row in rows
+        ]
+        return data.labelled_rows(*zip(*self.chat.encode(turns, f"source {source!r}, demonstrations"), strict=True))
 
     def _tokenise(self, kind: str, pool: str) -> Tokenised:
         rows = self._task.built.sources[pool.removesuffix(REPLAYED)].rows
         if pool.endswith(REPLAYED):
-            return data.tokenise_demonstrations(self._tokenizer, rows["demonstrations"]).supervised_throughout()
+            return self._demonstrations(pool.removesuffix(REPLAYED)).supervised_throughout()
         if kind == "text":
             return data.tokenise_text(self._tokenizer, [row["text"] for row in rows["text"]])
         if kind == "preferences":
             return preferences.tokenise_preferences(self._tokenizer, rows["preferences"])
-        return data.tokenise_demonstrations(self._tokenizer, rows["demonstrations"])
+        return self._demonstrations(pool)
 
     def _prompt_length(self, source: str) -> int:
         if source not in self._longest_prompt:
             rows = self._task.built.sources[source].rows["prompts"]
-            ids = self._tokenizer(text=[row["prompt"] for row in rows])["input_ids"]
+            ids = self.prompt_ids([row["prompt"] for row in rows])
             empty = [number for number, row in enumerate(ids, start=1) if not row]
             if empty:
                 raise ValueError(f"source {source!r}, prompts row {empty[0]}: the prompt has no tokens to continue.")
@@ -113,15 +169,19 @@ def truncation_flags(tokenised: Mapping[str, Tokenised], max_length: int) -> tup
         if not rows.trainable:
             count, needed = len(rows.needed), rows.smallest_max_length
             if needed is None:
-                raise ValueError(f"source {name!r}: all {count} completions are empty, so there is nothing to learn.")
+                raise ValueError(f"source {name!r}: all {count} rows {rows.lost_anyway}, so there is nothing to learn.")
             raise ValueError(
-                f"max_length: at {max_length} none of the {count} rows of source {name!r} keeps a completion token; "
+                f"max_length: at {max_length} all {count} rows of source {name!r} {rows.lost_by_cutting}; "
                 f"the smallest max_length that works is {needed}."
             )
-    lost = {name: rows.unsupervised for name, rows in tokenised.items() if rows.unsupervised}
-    flags = tuple(
-        f"{len(rows)} of {len(tokenised[name].needed)} rows of source {name!r} keep no completion token at "
-        f"max_length {max_length}: rows {', '.join(map(str, rows[:10]))}{', …' if len(rows) > 10 else ''}"
-        for name, rows in lost.items()
-    )
-    return sum(map(len, lost.values())), flags
+    flags = []
+    for name, rows in tokenised.items():
+        empty = [number for number in rows.unsupervised if rows.needed[number - 1] is None]
+        cut = [number for number in rows.unsupervised if rows.needed[number - 1] is not None]
+        for numbers, reason in ((cut, f"{rows.lost_by_cutting} at max_length {max_length}"), (empty, rows.lost_anyway)):
+            if numbers:
+                flags.append(
+                    f"{len(numbers)} of {len(rows.needed)} rows of source {name!r} {reason}: "
+                    f"rows {', '.join(map(str, numbers[:10]))}{', …' if len(numbers) > 10 else ''}"
+                )
+    return sum(len(rows.unsupervised) for rows in tokenised.values()), tuple(flags)
