@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..chat import ChatFormat
 from ..recipe import Recipe
 from ..tasks.base import InnerTask, Row, Source
-from .data import TokenisedRows
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,15 @@ class RoundContext:
         draw: (pool, row index) pairs in training order, as many as the round will consume; for algorithms that sample,
             the pool is a source and the row one of its prompts, else it is a key of ``tokenised``.
         sources: the sources of the mix, by name.
-        tokenised: pool -> tokenised rows; a pool is a source, or what else the algorithm mixes in. Empty for algorithms
+        tokenised: pool -> rows of the kind the algorithm trains on (`data.TokenisedRows` or
+            `preferences.TokenisedPairs`); a pool is a source, or what else the algorithm mixes in. Empty for algorithms
             that sample.
         loss: variant of the algorithm's loss.
         steps: optimiser steps that the round's limit pays for, at most the recipe's; it may still end earlier.
         seed: the trainer's seed.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         device: where training runs.
+        chat: how the task's prompts become turns; None for plain text.
     """
 
     task: InnerTask
@@ -45,12 +47,13 @@ class RoundContext:
     tokenizer: PreTrainedTokenizerBase
     draw: Sequence[tuple[str, int]]
     sources: Mapping[str, Source]
-    tokenised: Mapping[str, TokenisedRows]
+    tokenised: Mapping[str, Any]
     loss: str
     steps: int
     seed: int
     precision: str
     device: torch.device
+    chat: ChatFormat | None = None
 
     def row(self, source: str, index: int, kind: str) -> Row:
         """Return one raw row."""

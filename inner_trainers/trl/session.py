@@ -431,19 +431,23 @@ class _ParkingCallback(TrainerCallback):  # type: ignore[misc]
         return control
 
 
-_HIDDEN_LOGS = ("epoch", "num_tokens", "step_time", "learning_rate", "loss", "frac_reward_zero_std")
+_HIDDEN_LOGS = ("epoch", "num_tokens", "step_time", "learning_rate", "loss")
+_CURVE_NAMES = {
+    "frac_reward_zero_std": "groups_without_spread",
+    "rewards/margins": "reward_margin",  # of the better answer over the worse one, implicit in the log-probabilities
+    "rewards/accuracies": "reward_accuracy",
+}
 
 
 def _is_curve(name: str, value: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return name == "frac_reward_zero_std" or (
-        name not in _HIDDEN_LOGS and not name.startswith(("rewards/", "sampling/", "profiling/", "completions/min"))
-    )
+    hidden = name in _HIDDEN_LOGS or name.startswith(("rewards/", "sampling/", "profiling/", "completions/min"))
+    return name in _CURVE_NAMES or not hidden
 
 
 def _curve_name(name: str) -> str:
-    return {"frac_reward_zero_std": "groups_without_spread"}.get(name, name)
+    return _CURVE_NAMES.get(name, name)
 
 
 def _take_apart(trainer: Any) -> None:

@@ -1,0 +1,66 @@
+"""Direct preference optimisation on pairs of a better and a worse answer with TRL's `DPOTrainer`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import torch
+from trl import DPOConfig, DPOTrainer
+
+from .context import RoundContext
+from .models import hold_to_device, training_arguments
+from .preferences import TokenisedPairs
+from .session import Meter, MeteredTrainer
+
+
+class MeteredDPOTrainer(MeteredTrainer, DPOTrainer):  # type: ignore[misc]
+    """`DPOTrainer` that counts the tokens of both sides, and takes pairs that are tokenised already."""
+
+    def _prepare_dataset(self, dataset: datasets.Dataset, *args: Any) -> datasets.Dataset:
+        return dataset  # the library's own way maps the rows three times, most of what building a trainer costs
+
+    def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], **kwargs: Any) -> Any:
+        """Count, then compute TRL's loss unchanged."""
+        tokens = int(inputs["attention_mask"].sum())
+        self.meter.trained_tokens += tokens
+        self.meter.scored_tokens += tokens  # by the reference
+        self.meter.sequences += len(inputs["input_ids"]) // 2  # pairs: the batch holds both sides of each
+        self.meter.supervised_tokens += int(inputs["completion_mask"][:, 1:].sum())
+        return super().compute_loss(model, inputs, **kwargs)
+
+
+def build_trainer(context: RoundContext) -> tuple[DPOTrainer, Meter]:
+    """Return the trainer for a recipe whose pairs are drawn, with the meter it fills."""
+    recipe = context.recipe
+    trainer = MeteredDPOTrainer(
+        model=context.model,
+        # without one the library scores with the adapter switched off, which is the model the round started from
+        ref_model=None if recipe.lora_rank else context.reference().requires_grad_(False),
+        args=hold_to_device(
+            DPOConfig(
+                **training_arguments(recipe, context.seed, context.precision, context.device),
+                max_length=recipe.max_length,
+                beta=recipe.beta,
+                loss_type=context.loss.split("+"),
+            ),
+            context.device,
+        ),
+        train_dataset=pair_dataset(context),
+        processing_class=context.tokenizer,
+        peft_config=context.peft_config(),
+    )
+    trainer.meter = Meter()
+    return trainer, trainer.meter
+
+
+def pair_dataset(context: RoundContext) -> datasets.Dataset:
+    """Return the drawn pairs as TRL's collator takes them: token ids of the prompt and of both answers."""
+    columns: dict[str, list[list[int]]] = {"prompt_ids": [], "chosen_ids": [], "rejected_ids": []}
+    for pool, index in context.draw:
+        pairs: TokenisedPairs = context.tokenised[pool]
+        prompt = pairs.shared_prompt(index)
+        columns["prompt_ids"].append(pairs.chosen[index][:prompt])
+        columns["chosen_ids"].append(pairs.chosen[index][prompt:])
+        columns["rejected_ids"].append(pairs.rejected[index][prompt:])
+    return datasets.Dataset.from_dict(columns)
