@@ -14,6 +14,7 @@ from .faults import ScorerFault
 from .messages import require_integer, require_number, where_raised
 
 if TYPE_CHECKING:
+    from .chat import ChatFormat
     from .tasks.base import Benchmark, Item
 
 
@@ -57,7 +58,9 @@ class Evaluator:
         """Completions per item."""
         return len(self.seeds) * self.samples_per_seed
 
-    def evaluate(self, model: Any, tokenizer: Any, benchmark: Benchmark, split: str) -> tuple[Scorecard, int, int]:
+    def evaluate(
+        self, model: Any, tokenizer: Any, benchmark: Benchmark, split: str, chat: ChatFormat | None = None
+    ) -> tuple[Scorecard, int, int]:
         """Return the scorecard with the tokens sampled and the prompt tokens scored; moves no global generator.
 
         Args:
@@ -65,6 +68,7 @@ class Evaluator:
             tokenizer: its tokenizer.
             benchmark: what to score it on.
             split: ``"validation"`` or ``"test"``.
+            chat: how prompts become turns; the scorer is given the assistant's last. None for text to continue.
         """
         from .sampling import sample_completions
 
@@ -81,6 +85,7 @@ class Evaluator:
                 temperature=self.temperature,
                 seed=seed,
                 batch_sequences=self.batch_sequences,
+                chat=chat,
             )
             generated += drawn.generated_tokens
             scored += drawn.prompt_tokens

@@ -65,6 +65,8 @@ def failure_from_exception(error: BaseException, step: int) -> Failure:
     text = first_line(error)
     if isinstance(error, RewardFault):  # before memory: the message quotes the verifier, whatever that says
         return Failure("environment", "reward_function", step, str(error)[:300])
+    if isinstance(error, ToolFault):
+        return Failure("environment", "tool_raised", step, str(error)[:300])
     if isinstance(error, ScorerFault):
         return Failure("environment", "evaluation_raised", step, str(error)[:300])
     if isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in _OUT_OF_MEMORY):
@@ -81,3 +83,7 @@ class RewardFault(RuntimeError):
 
 class ScorerFault(RuntimeError):
     """A benchmark's scorer raised."""
+
+
+class ToolFault(RuntimeError):
+    """A task's tool raised, or returned something that is neither text nor None."""

@@ -9,15 +9,18 @@ from typing import Any
 
 import torch
 
+from .chat import ChatFormat
+from .conversations import Conversation, carry_on
+
 
 @dataclass(frozen=True)
 class Completions:
-    """Sampled completions.
+    """Sampled completions; of a conversation, the completion is the assistant's last turn.
 
     Attributes:
         texts: per prompt, one text per sample, without end and padding tokens.
-        generated_tokens: tokens sampled, end tokens included.
-        prompt_tokens: prompt tokens read.
+        generated_tokens: tokens sampled, end tokens included, in all turns.
+        prompt_tokens: prompt tokens read; a turn after a tool's answer reads the whole conversation before it.
         empty: completions whose first token was an end token.
         clipped: completions cut at the length limit.
     """
@@ -48,6 +51,7 @@ def sample_completions(
     temperature: float,
     seed: int,
     batch_sequences: int = 1024,
+    chat: ChatFormat | None = None,
 ) -> Completions:
     """Draw ``samples`` completions of every prompt from the full softmax.
 
@@ -59,49 +63,97 @@ def sample_completions(
         tokenizer: its tokenizer.
         prompts: texts to continue.
         samples: completions per prompt.
-        max_new_tokens: longest completion, in tokens.
+        max_new_tokens: longest completion, in tokens; in a conversation, of each assistant turn.
         temperature: softmax temperature.
         seed: seed of the generator.
         batch_sequences: completions in one forward pass at most; a prompt's own completions stay together.
+        chat: writes each prompt as a user's turn and answers calls of the task's tool; None for text to continue.
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device=device).manual_seed(seed)
     ends = torch.tensor(end_token_ids(model, tokenizer), dtype=torch.long, device=device)
-    prompt_ids: list[list[int]] = tokenizer(text=list(prompts))["input_ids"]
-    if tokenizer.eos_token_id is not None:  # some tokenizers end every text; a prompt must stay open
-        prompt_ids = [ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids for ids in prompt_ids]
+    prompt_ids = _open_prompts(tokenizer, prompts) if chat is None else chat.prompts(prompts)
     for text, ids in zip(prompts, prompt_ids, strict=True):
         if not ids:
             raise ValueError(f"sampling: prompt {text!r} has no tokens, so there is nothing to continue.")
-    by_length = sorted(range(len(prompts)), key=lambda i: len(prompt_ids[i]))
-    texts: list[list[str]] = [[] for _ in prompts]
-    generated = empty = clipped = 0
-    per_batch = max(1, batch_sequences // samples)
-    for first in range(0, len(by_length), per_batch):
-        chosen = by_length[first : first + per_batch]
-        tokens = _sample_batch(
+    generated = read = 0
+
+    def sample(sequences: Sequence[Sequence[int]], each: int) -> list[list[list[int]]]:
+        nonlocal generated, read
+        drawn = _sample_turns(
             model,
-            [prompt_ids[i] for i in chosen],
-            samples,
+            sequences,
+            each,
             max_new_tokens,
             temperature,
             generator,
             ends,
             pad=tokenizer.pad_token_id or 0,  # hidden by the attention mask, so any id does
+            batch_sequences=batch_sequences,
+        )
+        read += sum(map(len, sequences))
+        generated += sum(len(turn) for turns in drawn for turn in turns)
+        return drawn
+
+    last_turns = sample(prompt_ids, samples)
+    if chat is not None and chat.uses_tool:
+        conversations = [
+            [Conversation(ids, list(turn), [1] * len(turn), turn) for turn in turns]
+            for ids, turns in zip(prompt_ids, last_turns, strict=True)
+        ]
+        carry_on(
+            chat,
+            [conversation for group in conversations for conversation in group],
+            lambda sequences: [turns[0] for turns in sample(sequences, 1)],
+        )
+        last_turns = [[conversation.last_turn for conversation in group] for group in conversations]
+    end_ids = set(ends.tolist())
+    flat = [turn for turns in last_turns for turn in turns]
+    contents = [turn[:-1] if turn[-1] in end_ids else turn for turn in flat]
+    decoded = tokenizer.batch_decode(contents, skip_special_tokens=True)
+    return Completions(
+        texts=[decoded[i : i + samples] for i in range(0, len(decoded), samples)],
+        generated_tokens=generated,
+        prompt_tokens=read,
+        empty=sum(not content for content in contents),
+        clipped=sum(turn[-1] not in end_ids for turn in flat),
+    )
+
+
+def _open_prompts(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
+    prompt_ids: list[list[int]] = tokenizer(text=list(prompts))["input_ids"]
+    if tokenizer.eos_token_id is None:
+        return prompt_ids
+    # some tokenizers end every text; a prompt must stay open
+    return [ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids for ids in prompt_ids]
+
+
+def _sample_turns(
+    model: Any,
+    prompt_ids: Sequence[Sequence[int]],
+    samples: int,
+    max_new_tokens: int,
+    temperature: float,
+    generator: torch.Generator,
+    ends: torch.Tensor,
+    pad: int,
+    batch_sequences: int,
+) -> list[list[list[int]]]:
+    """Return ``samples`` sampled sequences per prompt, each up to its end token or the length limit."""
+    by_length = sorted(range(len(prompt_ids)), key=lambda i: len(prompt_ids[i]))
+    drawn: list[list[list[int]]] = [[] for _ in prompt_ids]
+    per_batch = max(1, batch_sequences // samples)
+    for first in range(0, len(by_length), per_batch):
+        chosen = by_length[first : first + per_batch]
+        tokens = _sample_batch(
+            model, [prompt_ids[i] for i in chosen], samples, max_new_tokens, temperature, generator, ends, pad
         )  # (prompts * samples, new tokens)
         is_end = torch.isin(tokens, ends)
-        ended = is_end.any(dim=1)
-        lengths = torch.where(ended, is_end.int().argmax(dim=1), tokens.shape[1])
-        generated += int((lengths + ended.int()).sum())
-        empty += int((lengths == 0).sum())
-        clipped += int((~ended).sum())
-        rows, row_lengths = tokens.tolist(), lengths.tolist()
-        decoded = tokenizer.batch_decode(
-            [row[:length] for row, length in zip(rows, row_lengths, strict=True)], skip_special_tokens=True
-        )
+        lengths = torch.where(is_end.any(dim=1), is_end.int().argmax(dim=1) + 1, tokens.shape[1]).tolist()
+        turns = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
         for position, prompt in enumerate(chosen):
-            texts[prompt] = decoded[position * samples : (position + 1) * samples]
-    return Completions(texts, generated, sum(map(len, prompt_ids)), empty, clipped)
+            drawn[prompt] = turns[position * samples : (position + 1) * samples]
+    return drawn
 
 
 def _sample_batch(

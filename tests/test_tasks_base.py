@@ -80,17 +80,17 @@ def source(rows: Sequence[Any] = ROWS, kind: str = "demonstrations", name: str =
         (
             {"demonstrations": [*ROWS, {"prompt": "c="}]},
             None,
-            "source 's', demonstrations row 3: column 'completion' must be text, got None.",
+            "source 's', demonstrations row 3: column 'completion' must be text, got None (NoneType).",
         ),
         (
             {"demonstrations": [*ROWS, {"prompt": "c=", "completion": 7}]},
             None,
-            "source 's', demonstrations row 3: column 'completion' must be text, got 7.",
+            "source 's', demonstrations row 3: column 'completion' must be text, got 7 (int).",
         ),
         (
             {"preferences": [{"prompt": "c=", "chosen": "c", "reject": "d"}]},
             None,
-            "source 's', preferences row 1: column 'rejected' must be text, got None.",
+            "source 's', preferences row 1: column 'rejected' must be text, got None (NoneType).",
         ),
         ({"text": ["abc"]}, None, "source 's', text row 1: expected columns with values, got 'abc'."),
     ],
@@ -246,7 +246,7 @@ def test_facts_and_trainer_have_defaults() -> None:
     [
         (
             "leters",
-            "task: no built-in task is called 'leters'. Did you mean 'letters'? Known: letters. "
+            "task: no built-in task is called 'leters'. Did you mean 'letters'? Known: calculator, letters. "
             "A task of your own is given as 'module:Class'.",
         ),
         (

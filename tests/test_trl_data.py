@@ -62,7 +62,8 @@ def test_rows_without_a_completion_token_are_counted_named_and_left_out(trainer:
     session.advance()
     report, checkpoint = session.result()
     assert report.rows_without_supervision == 3
-    assert report.flags == ("3 of 8 rows of source 'good' keep no completion token at max_length 20: rows 1, 2, 3",)
+    cut = "3 of 8 rows of source 'good' keep no completion token at max_length 20: rows 1, 2, 3"
+    assert report.flags == (cut, "source 'good': 8 demonstrations rows, 6 distinct")
     assert (report.ended, report.failure, report.supervised_tokens) == ("finished", None, 10 * 4)
     assert report.training_cost.trained_tokens == 10 * 5
     assert checkpoint is not None
@@ -82,7 +83,8 @@ def test_a_source_without_any_trainable_row_is_refused_with_the_way_out(trainer:
     with pytest.raises(ValueError, match="max_length: at 60 all 3 rows"):
         trainer.begin(task, sft(max_length=60), base, 0)
     report, _ = run(trainer, task, sft(max_length=61, batch_size=2, steps=2))
-    assert (report.failure, report.supervised_tokens, report.flags) == (None, 4, ())
+    repeated = "source 'good': 3 demonstrations rows, 1 distinct"
+    assert (report.failure, report.supervised_tokens, report.flags) == (None, 4, (repeated,))
 
 
 def test_rows_that_teach_nothing_at_any_length(folder: Path) -> None:

@@ -11,7 +11,10 @@ from .base import Benchmark, Chat, InnerTask, Item, SingleTask, Source, TaskFami
 
 __all__ = ["BUILT_IN", "Benchmark", "Chat", "InnerTask", "Item", "SingleTask", "Source", "TaskFamily", "resolve_task"]
 
-BUILT_IN = {"letters": "posttrain_gym.inner_trainers.tasks.letters:LettersFamily"}
+BUILT_IN = {
+    "calculator": "posttrain_gym.inner_trainers.tasks.calculator:CalculatorTask",
+    "letters": "posttrain_gym.inner_trainers.tasks.letters:LettersFamily",
+}
 """Built-in task families: name -> ``module:Class``."""
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..messages import did_you_mean, require_integer, require_number, where_raised
+from .turns import check_turns, user_texts
 
 if TYPE_CHECKING:
     from ..base import InnerTrainer
@@ -26,7 +27,11 @@ ROW_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "prompts": ("prompt",),
     "text": ("text",),
 }
-"""Kinds of training rows, with the columns each must have. ``prompts`` rows also need the source's verifier."""
+"""Kinds of training rows, with the columns each must have. ``prompts`` rows also need the source's verifier.
+
+A demonstrations row may have ``messages`` in place of prompt and completion, and ``chosen`` and ``rejected`` may be
+turns in place of text, when the task says how turns are written (`InnerTask.chat`).
+"""
 
 SPLITS = ("validation", "test")
 
@@ -53,8 +58,8 @@ class Source:
         """Check kinds and columns.
 
         Raises:
-            ValueError: an unknown kind, an empty kind, a row without its columns (numbered from 1), or prompts without
-                a verifier.
+            ValueError: an unknown kind, an empty kind, a row without its columns or with a turn that is not well
+                formed (both numbered from 1), or prompts without a verifier.
         """
         for kind, rows in self.rows.items():
             if kind not in ROW_COLUMNS:
@@ -66,14 +71,30 @@ class Source:
                     raise ValueError(
                         f"source {self.name!r}, {kind} row {number}: expected columns with values, got {row!r}."
                     )
-                for column in ROW_COLUMNS[kind]:
-                    if not isinstance(row.get(column), str):
-                        raise ValueError(
-                            f"source {self.name!r}, {kind} row {number}: column {column!r} must be text, "
-                            f"got {row.get(column)!r}."
-                        )
+                _check_columns(f"source {self.name!r}, {kind} row {number}", kind, row)
         if "prompts" in self.rows and self.verifier is None:
             raise ValueError(f"source {self.name!r}: prompts rows need a verifier.")
+
+
+def _check_columns(where: str, kind: str, row: Row) -> None:
+    if kind == "demonstrations" and "messages" in row:
+        both = [column for column in ROW_COLUMNS[kind] if column in row]
+        if both:
+            raise ValueError(f"{where}: it has messages and {' and '.join(both)}; keep one of the two.")
+        check_turns(where, row["messages"])
+        return
+    for column in ROW_COLUMNS[kind]:
+        value = row.get(column)
+        if column in ("chosen", "rejected") and isinstance(value, Sequence) and not isinstance(value, str):
+            check_turns(f"{where}, column {column!r}", value, answer_only=True)
+        elif not isinstance(value, str):
+            raise ValueError(f"{where}: column {column!r} must be text, got {value!r} ({type(value).__name__}).")
+
+
+def _has_turns(kind: str, row: Row) -> bool:
+    return kind in ("demonstrations", "preferences") and not all(
+        isinstance(row.get(column), str) for column in ROW_COLUMNS[kind]
+    )
 
 
 @dataclass(frozen=True)
@@ -175,6 +196,7 @@ class Chat:
         tool: ``tool(assistant_text) -> text of the tool's turn``, or None when the text calls no tool.
         tool_version: names the tool's behaviour in the task's content hash, which sees no code.
         max_turns: assistant turns of one sampled conversation, in [1, 64]; without a tool there is one.
+        max_tool_tokens: the longest text of a tool's turn, in tokens, in [1, 65536]; what is longer is cut at its end.
     """
 
     template: str | None = None
@@ -182,14 +204,16 @@ class Chat:
     tool: Callable[[str], str | None] | None = None
     tool_version: str = ""
     max_turns: int = 1
+    max_tool_tokens: int = 64
 
     def __post_init__(self) -> None:
-        """Check the number of turns.
+        """Check the number of turns and the length of a tool's.
 
         Raises:
-            ValueError: ``max_turns`` outside its range, or several turns without a tool that could lead to them.
+            ValueError: a number outside its range, or several turns without a tool that could lead to them.
         """
         require_integer("chat.max_turns", self.max_turns, low=1, high=64)
+        require_integer("chat.max_tool_tokens", self.max_tool_tokens, low=1, high=65_536)
         if self.max_turns > 1 and self.tool is None:
             raise ValueError(f"chat.max_turns: {self.max_turns} turns need a tool that answers in between.")
 
@@ -322,7 +346,10 @@ class BuiltTask:
             teacher_hash = hashlib.sha256(files).hexdigest()[:16]
         chat = _asked(task, "chat", (Chat, type(None)))
         if chat is not None:
-            digest.update(_canonical(["chat", chat.template, chat.system, chat.tool_version, chat.max_turns]))
+            written = [chat.template, chat.system, chat.tool_version, chat.max_turns, chat.max_tool_tokens]
+            digest.update(_canonical(["chat", *written]))
+        else:
+            _refuse_turns(task.name, sources)
         return cls(
             sources=sources,
             benchmark=benchmark,
@@ -359,7 +386,26 @@ def _digests_of_files(folder: Path) -> bytes:
 def _leaks(kind: str, row: Row, held_out: set[str]) -> bool:
     if kind == "text":
         return any(prompt in row["text"] for prompt in held_out)
+    if "messages" in row and kind == "demonstrations":
+        return not held_out.isdisjoint(user_texts(row["messages"]))
     return row["prompt"] in held_out
+
+
+def _refuse_turns(task: str, sources: Mapping[str, Source]) -> None:
+    """Refuse rows that hold turns in a task that does not say how turns are written."""
+    for name, source in sources.items():
+        for kind, rows in source.rows.items():
+            for number, row in enumerate(rows, start=1):
+                if _has_turns(kind, row):
+                    raise ValueError(
+                        f"task {task!r}: source {name!r}, {kind} row {number} holds turns, so the task must say how "
+                        "they are written; return Chat() from `chat()` for the template saved with the tokenizer."
+                    )
+
+
+def distinct_rows(rows: Sequence[Row]) -> int:
+    """Return how many different rows there are."""
+    return len({_canonical(dict(row)) for row in rows})
 
 
 class TaskFamily(ABC):

@@ -41,13 +41,33 @@ class Lengths:
 
     Attributes:
         prompt: longest prompt; 0 for algorithms that train on whole rows.
-        completion: longest completion that is sampled.
+        completion: longest completion that is sampled; in a conversation, longest assistant turn.
         row: longest training row at the recipe's ``max_length``; for preferences the longer side.
+        turns: most assistant turns of a sampled conversation.
+        tool_turn: most tokens between two of them.
     """
 
     prompt: int
     completion: int
     row: int
+    turns: int = 1
+    tool_turn: int = 0
+
+    @property
+    def generated(self) -> int:
+        """Most tokens that are sampled in one conversation."""
+        return self.turns * self.completion
+
+    @property
+    def whole(self) -> int:
+        """Length of the longest prompt with everything after it."""
+        return self.prompt + self.generated + (self.turns - 1) * self.tool_turn
+
+    @property
+    def read(self) -> int:
+        """Most tokens that are read before the turns of one conversation: each turn reads all that is before it."""
+        before = self.turns * (self.turns - 1) // 2
+        return self.turns * self.prompt + before * (self.completion + self.tool_turn)
 
 
 @dataclass(frozen=True)
@@ -77,6 +97,7 @@ class AlgorithmSpec:
         grouped: whether it compares ``num_generations`` completions of one prompt with each other.
         needs_teacher: whether the task must have a teacher.
         adapters: whether it can train LoRA adapters.
+        tools: whether conversations that it samples may go on after a tool's answer, whose tokens carry no gradient.
     """
 
     name: str
@@ -91,6 +112,7 @@ class AlgorithmSpec:
     grouped: bool = False
     needs_teacher: bool = False
     adapters: bool = True
+    tools: bool = False
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -135,47 +157,47 @@ def _unpaired(recipe: Recipe, lengths: Lengths) -> StepTokens:
 
 
 def _policy_gradient(recipe: Recipe, lengths: Lengths) -> StepTokens:
-    sequences, whole = _sequences(recipe), lengths.prompt + lengths.completion
-    scored = lengths.prompt + (whole if recipe.kl_coef else 0) + (whole if recipe.num_iterations > 1 else 0)
+    sequences, whole = _sequences(recipe), lengths.whole
+    scored = lengths.read + (whole if recipe.kl_coef else 0) + (whole if recipe.num_iterations > 1 else 0)
     # completions are sampled once for `num_iterations` steps: the first of them costs the most
-    return StepTokens(sequences * whole, sequences * lengths.completion, sequences * scored)
+    return StepTokens(sequences * whole, sequences * lengths.generated, sequences * scored)
 
 
 def _leave_one_out(recipe: Recipe, lengths: Lengths) -> StepTokens:
-    sequences, whole = _sequences(recipe), lengths.prompt + lengths.completion
+    sequences, whole = _sequences(recipe), lengths.whole
     # the policy's own log-probabilities are always read before the first update
-    scored = lengths.prompt + whole + (whole if recipe.kl_coef else 0)
-    return StepTokens(sequences * whole, sequences * lengths.completion, sequences * scored)
+    scored = lengths.read + whole + (whole if recipe.kl_coef else 0)
+    return StepTokens(sequences * whole, sequences * lengths.generated, sequences * scored)
 
 
 def _actor_critic(recipe: Recipe, lengths: Lengths) -> StepTokens:
-    sequences, whole = _sequences(recipe), lengths.prompt + lengths.completion
+    sequences, whole = _sequences(recipe), lengths.whole
     models = 2 if recipe.critic == "model" else 1
     # old log-probabilities and the values of a head come out of one pass
     policy_read = recipe.critic == "head" or recipe.kl_coef > 0 or recipe.num_iterations > 1
     passes = policy_read + (recipe.kl_coef > 0) + (recipe.critic == "model")
     return StepTokens(
         trained=models * sequences * whole,
-        generated=sequences * lengths.completion,
-        scored=sequences * (lengths.prompt + passes * whole),
+        generated=sequences * lengths.generated,
+        scored=sequences * (lengths.read + passes * whole),
     )
 
 
 def _rejection_sampling(recipe: Recipe, lengths: Lengths) -> StepTokens:
     sequences = _sequences(recipe)
     return StepTokens(
-        trained=sequences * (lengths.prompt + lengths.completion),
-        generated=sequences * lengths.completion,
-        scored=sequences * lengths.prompt,
+        trained=sequences * lengths.whole,
+        generated=sequences * lengths.generated,
+        scored=sequences * lengths.read,
     )
 
 
 def _taught(recipe: Recipe, lengths: Lengths) -> StepTokens:
-    sequences, whole = _sequences(recipe), lengths.prompt + lengths.completion
+    sequences, whole = _sequences(recipe), lengths.whole
     return StepTokens(
         trained=sequences * whole,
-        generated=sequences * lengths.completion,
-        scored=sequences * lengths.prompt,
+        generated=sequences * lengths.generated,
+        scored=sequences * lengths.read,
         teacher=sequences * whole,
     )
 
@@ -223,6 +245,7 @@ ALGORITHMS = MappingProxyType(
                 sampled=True,
                 on_policy=True,
                 grouped=True,
+                tools=True,
             ),
             AlgorithmSpec(
                 "kto",
@@ -260,6 +283,7 @@ ALGORITHMS = MappingProxyType(
                 step_tokens=_actor_critic,
                 sampled=True,
                 on_policy=True,
+                tools=True,
             ),
             AlgorithmSpec(
                 "rft",
@@ -298,8 +322,8 @@ ALGORITHMS = MappingProxyType(
 
 
 def usable_sources(task: InnerTask, spec: AlgorithmSpec) -> tuple[str, ...]:
-    """Return the names of the sources that ``spec`` can train on, sorted: none when it lacks a teacher."""
-    if spec.needs_teacher and task.built.teacher is None:
+    """Return the names of the sources that ``spec`` can train on, sorted: none without a teacher or a mask it needs."""
+    if (spec.needs_teacher and task.built.teacher is None) or not _can_hold_conversations(task, spec):
         return ()
     return tuple(name for name, source in task.built.sources.items() if spec.rows in source.rows)
 
@@ -323,6 +347,12 @@ def check_recipe(task: InnerTask, recipe: Recipe) -> AlgorithmSpec:
             f"algorithm: {spec.name} needs a teacher, and task {task.name!r} has none; "
             "`InnerTask.teacher_checkpoint` returns its folder."
         )
+    if not _can_hold_conversations(task, spec):
+        able = ", ".join(name for name, other in ALGORITHMS.items() if other.tools)
+        raise ValueError(
+            f"algorithm: task {task.name!r} has a tool, and {spec.name} cannot keep the tool's turns out of its loss; "
+            f"algorithms that sample and can: {able}; those that train on rows are not concerned."
+        )
     sources = task.built.sources
     fitting = [name for name, source in sources.items() if spec.rows in source.rows]
     for name, weight in recipe.mix.items():
@@ -345,6 +375,11 @@ def check_recipe(task: InnerTask, recipe: Recipe) -> AlgorithmSpec:
     if recipe.lora_rank and not spec.adapters:
         raise ValueError(f"lora_rank: {spec.name} trains full weights only; set it to 0.")
     return spec
+
+
+def _can_hold_conversations(task: InnerTask, spec: AlgorithmSpec) -> bool:
+    chat = task.built.chat
+    return spec.tools or not spec.sampled or chat is None or chat.max_turns == 1
 
 
 def replayed_sources(task: InnerTask) -> tuple[str, ...]:

@@ -40,5 +40,6 @@ def build_trainer(context: RoundContext) -> tuple[GRPOTrainer, Meter]:
     )
     if recipe.kl_coef > 0 and not recipe.lora_rank:
         trainer.keep_close_to(context.reference(), recipe.kl_coef)
+    trainer.converse(context.chat)
     trainer.meter = Meter()
     return trainer, trainer.meter

@@ -11,6 +11,8 @@ import datasets
 import torch
 from trl.trainer.utils import add_fused_lm_head
 
+from ..chat import ChatFormat
+from ..conversations import Conversation, carry_on
 from ..faults import RewardFault
 from ..tasks.base import Source
 from .context import RoundContext
@@ -25,8 +27,46 @@ class MeteredRollouts(MeteredTrainer):
 
     accelerator: Any
     temperature: float
+    num_generations: int
+    max_completion_length: int
+    rollout_func: Any
     _metrics: dict[str, dict[str, list[float]]]
     _batch_metrics: dict[str, list[float]]
+    _chat: ChatFormat | None = None
+
+    def converse(self, chat: ChatFormat | None) -> None:
+        """Write prompts as turns, and go on after a tool's answers; None leaves prompts as text to continue."""
+        self._chat = chat
+        if chat is not None and chat.uses_tool:
+            self.rollout_func = self._sample_conversations
+            self.max_completion_length *= chat.chat.max_turns  # only the loss `dr_grpo` reads it from here on
+
+    def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+        if self._chat is None:
+            return super()._tokenize_prompts(prompts)  # type: ignore[misc]
+        return self._chat.prompts(prompts), None, {}
+
+    @staticmethod
+    def _sample_conversations(prompts: list[str], trainer: MeteredRollouts) -> dict[str, Any]:
+        """Return what the library takes from a rollout function: what the model did not sample has mask 0."""
+        chat = trainer._chat
+        assert chat is not None
+
+        def sample(sequences: list[list[int]]) -> list[list[int]]:
+            turns: list[list[int]] = trainer._generate_single_turn(sequences, None, {}, trainer.num_generations)[0]
+            return turns
+
+        conversations = [Conversation(ids) for ids in chat.prompts(prompts)]
+        for conversation, turn in zip(conversations, sample([c.prompt for c in conversations]), strict=True):
+            conversation.add_turn(turn)
+        carry_on(chat, conversations, sample)
+        return {
+            "prompt_ids": [conversation.prompt for conversation in conversations],
+            "completion_ids": [conversation.tokens for conversation in conversations],
+            "logprobs": None,
+            "env_mask": [conversation.chosen for conversation in conversations],
+            "last_turn": [chat.text(conversation.last_turn) for conversation in conversations],
+        }
 
     def keep_close_to(self, reference: Any, kl_coef: float) -> None:
         """Penalise the KL divergence to ``reference``.
@@ -103,10 +143,17 @@ def reward_function(context: RoundContext) -> Any:
     """Return the reward function TRL calls: each completion goes to the verifier of its prompt's source."""
     names = sorted(context.sources)
 
-    def verified(completions: list[str], source_index: list[int], row_index: list[int], **_: Any) -> list[float]:
+    def verified(
+        completions: list[str],
+        source_index: list[int],
+        row_index: list[int],
+        last_turn: list[str] | None = None,
+        **_: Any,
+    ) -> list[float]:
+        answers = completions if last_turn is None else last_turn  # of a conversation, only how it ended
         return [
-            verified_reward(context.sources[names[number]], index, completion)
-            for completion, number, index in zip(completions, source_index, row_index, strict=True)
+            verified_reward(context.sources[names[number]], index, answer)
+            for answer, number, index in zip(answers, source_index, row_index, strict=True)
         ]
 
     return verified

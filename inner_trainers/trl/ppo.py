@@ -81,7 +81,7 @@ class PPOTrainer(MeteredRollouts, GRPOTrainer):  # type: ignore[misc]
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if not isinstance(self.critic, ValueHead) or model is self.ref_model:
+        if not isinstance(self.critic, ValueHead):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
             )
@@ -239,6 +239,7 @@ def build_trainer(context: RoundContext) -> tuple[PPOTrainer, Meter]:
     trainer.critic = _critic(context, trainer)
     trainer.gamma, trainer.gae_lambda = recipe.gamma, recipe.gae_lambda
     trainer.vf_coef, trainer.clip_range_vf = recipe.vf_coef, recipe.clip_range_vf
+    trainer.converse(context.chat)
     trainer.meter = Meter()
     return trainer, trainer.meter
 

@@ -66,6 +66,7 @@ class TrlTrainer:
         self._device_name, self._precision_name, self._torch_threads = device, precision, torch_threads
         self._models: dict[str, tuple[str, LoadedModel]] = {}  # folder -> hash of its files, model
         self._residents: OrderedDict[str, _Resident] = OrderedDict()  # content hash -> task, the last used at the end
+        self._written: set[str] = set()  # content hashes of tasks whose chat template is there
         if device != "auto" or precision != "auto":
             self._ready()  # a device or precision that is not there is refused at once
 
@@ -123,9 +124,17 @@ class TrlTrainer:
         items = benchmark.items(split)
         generated = len(items) * self.evaluator.samples * benchmark.max_new_tokens
         if split not in resident.prompt_tokens:
-            ids = resident.model.tokenizer(text=[item.prompt for item in items])["input_ids"]
+            ids = resident.rows.prompt_ids([item.prompt for item in items])
             resident.prompt_tokens[split] = sum(map(len, ids))
-        scored = resident.prompt_tokens[split] * len(self.evaluator.seeds)
+        prompts = resident.prompt_tokens[split]
+        scored = prompts * len(self.evaluator.seeds)
+        chat = resident.rows.chat
+        if chat is not None and chat.uses_tool:
+            # a prompt's first turns share one reading; every later turn of a conversation reads all that is before it
+            later = chat.chat.max_turns - 1
+            per_turn = benchmark.max_new_tokens + chat.longest_tool_turn
+            generated *= later + 1
+            scored += self.evaluator.samples * (prompts * later + len(items) * per_turn * later * (later + 1) // 2)
         return Cost(0, generated, scored, 2.0 * resident.model.parameters * (generated + scored))
 
     def begin(
@@ -152,6 +161,7 @@ class TrlTrainer:
         if not spec.sampled:
             tokenised = {pool: resident.rows.tokenised(spec, pool).cut(recipe.max_length) for pool in pools}
         unsupervised, flags = truncation_flags(tokenised, recipe.max_length)
+        flags += resident.rows.repeat_flags(spec, recipe)
         usable = {
             pool: tokenised[pool].trainable if pool in tokenised else range(len(sources[pool].rows[spec.rows]))
             for pool in pools
@@ -178,6 +188,7 @@ class TrlTrainer:
                 seed=seed,
                 precision=precision,
                 device=device,
+                chat=resident.rows.chat,
             )
             built: tuple[Any, Meter] = module.build_trainer(context)
             return built
@@ -208,7 +219,7 @@ class TrlTrainer:
         model = resident.model.template
         load_weights(model, checkpoint.weights)
         scorecard, generated, scored = self.evaluator.evaluate(
-            model, resident.model.tokenizer, task.built.benchmark, split
+            model, resident.model.tokenizer, task.built.benchmark, split, resident.rows.chat
         )
         cost = Cost(
             generated_tokens=generated,
@@ -234,10 +245,13 @@ class TrlTrainer:
     def _load(self, task: InnerTask) -> _Resident:
         key = task.built.content_hash
         if key not in self._residents:
+            from ..sampling import end_token_ids
             from .rows import TaskRows
 
+            self._require_template(task)
             model = self._model(Path(task.base_checkpoint()), task.built.checkpoint_hash)
-            self._residents[key] = _Resident(task, model, TaskRows(task, model.tokenizer))
+            rows = TaskRows(task, model.tokenizer, end_token_ids(model.template, model.tokenizer))
+            self._residents[key] = _Resident(task, model, rows)
             if len(self._residents) > RESIDENT_TASKS:
                 self._residents.popitem(last=False)
         self._residents.move_to_end(key)
@@ -268,7 +282,21 @@ class TrlTrainer:
 
     def _checked(self, task: InnerTask, recipe: Recipe) -> AlgorithmSpec:
         """Return the recipe's algorithm, or refuse what cannot run."""
-        return check_recipe(task, recipe)
+        spec = check_recipe(task, recipe)
+        self._require_template(task)
+        return spec
+
+    def _require_template(self, task: InnerTask) -> None:
+        """Refuse a task of conversations whose tokenizer has no chat template, before its model is loaded."""
+        chat, key = task.built.chat, task.built.content_hash
+        if chat is None or key in self._written:
+            return
+        from ..chat import require_template
+        from .models import load_tokenizer
+
+        folder = Path(task.base_checkpoint())
+        require_template(load_tokenizer(folder), chat, str(folder))
+        self._written.add(key)
 
     def _flops(self, resident: _Resident, recipe: Recipe, tokens: StepTokens) -> float:
         total = resident.model.parameters
@@ -307,4 +335,3 @@ def lora_parameters(model: Any, rank: int) -> int:
         for module in model.modules()
         if isinstance(module, torch.nn.Linear | Conv1D) and module is not head
     )
-
