@@ -114,6 +114,13 @@ class ChatFormat:
             for number, count in enumerate(counts, start=1)
         ]
 
+    def answers(
+        self, prompts: Sequence[str], answers: Sequence[str | Sequence[Mapping[str, Any]]], where: str
+    ) -> list[list[int]]:
+        """Return each prompt with one answer, up to the answer's end token; see `encode`."""
+        turns = [self.turns(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        return [ids[: self._end(ids, 0, where)] for ids, _ in self.encode(turns, where)]
+
     def tool_turn(self, answer: str) -> list[int]:
         """Return the token ids between an assistant's end token and its next turn: the tool's answer.
 

@@ -29,8 +29,8 @@ ROW_COLUMNS: Mapping[str, tuple[str, ...]] = {
 }
 """Kinds of training rows, with the columns each must have. ``prompts`` rows also need the source's verifier.
 
-A demonstrations row may have ``messages`` in place of prompt and completion, and ``chosen`` and ``rejected`` may be
-turns in place of text, when the task says how turns are written (`InnerTask.chat`).
+A demonstrations row may have ``messages`` in place of prompt and completion, and ``chosen`` and ``rejected`` may be a
+list with the assistant's turn in place of text, when the task says how turns are written (`InnerTask.chat`).
 """
 
 SPLITS = ("validation", "test")

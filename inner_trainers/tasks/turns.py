@@ -17,7 +17,8 @@ def check_turns(where: str, turns: object, *, answer_only: bool = False) -> None
     Args:
         where: names the row in the message.
         turns: the row's value.
-        answer_only: whether the turns follow a prompt, so that no user turn comes first.
+        answer_only: whether they are the answer to a prompt: the assistant's one turn, as losses over pairs of answers
+            have no mask within one.
 
     Raises:
         ValueError: no list of turns, or a turn that is not well formed; the message numbers turns from 1.
@@ -27,11 +28,14 @@ def check_turns(where: str, turns: object, *, answer_only: bool = False) -> None
     for number, turn in enumerate(turns, start=1):
         _check_turn(f"{where}, turn {number}", turn, first=number == 1)
     roles = [turn["role"] for turn in turns]
+    if answer_only:
+        if roles != ["assistant"]:
+            raise ValueError(f"{where}: an answer is the assistant's one turn, got {', '.join(roles)}.")
+        return
     opening = [role for role in roles if role != "system"]
-    expected = "assistant" if answer_only else "user"
-    if opening[:1] != [expected]:
+    if opening[:1] != ["user"]:
         got = opening[0] if opening else "none"
-        raise ValueError(f"{where}: the first turn after the system's must be the {expected}'s, got {got}.")
+        raise ValueError(f"{where}: the first turn after the system's must be the user's, got {got}.")
     if roles[-1] != "assistant":
         raise ValueError(
             f"{where}, turn {len(roles)}: the last turn must be the assistant's, which is what is learned, "

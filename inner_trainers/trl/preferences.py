@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
+from ..chat import ChatFormat
 from ..tasks.base import Row
 from .data import common_prefix_length
 
@@ -66,15 +67,28 @@ class TokenisedPairs:
         )
 
 
-def tokenise_preferences(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> TokenisedPairs:
-    """Tokenise prompt/chosen/rejected rows exactly as TRL's preference trainers do; cut nothing."""
+def tokenise_preferences(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], chat: ChatFormat | None = None, where: str = "preferences"
+) -> TokenisedPairs:
+    """Tokenise prompt/chosen/rejected rows exactly as TRL's preference trainers do; cut nothing.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        rows: the rows.
+        chat: writes prompts and answers as turns; None for text.
+        where: names the rows in the messages of ``chat``.
+    """
     eos = tokenizer.eos_token or ""
-    prompts: list[list[int]] = tokenizer(text=[row["prompt"] for row in rows])["input_ids"]
+    texts = [row["prompt"] for row in rows]
+    prompts: list[list[int]] = tokenizer(text=texts)["input_ids"] if chat is None else chat.prompts(texts)
     sides: dict[str, list[list[int]]] = {}
     for side in ("chosen", "rejected"):
+        if chat is not None:
+            sides[side] = chat.answers(texts, [row[side] for row in rows], where)
+            continue
         answers = [row[side] if eos and row[side].endswith(eos) else row[side] + eos for row in rows]
-        texts = [row["prompt"] + answer for row, answer in zip(rows, answers, strict=True)]
-        sides[side] = tokenizer(text=texts)["input_ids"]
+        wholes = [row["prompt"] + answer for row, answer in zip(rows, answers, strict=True)]
+        sides[side] = tokenizer(text=wholes)["input_ids"]
     chosen, rejected = sides["chosen"], sides["rejected"]
     chosen_prompt = [common_prefix_length(p, whole) for p, whole in zip(prompts, chosen, strict=True)]
     rejected_prompt = [common_prefix_length(p, whole) for p, whole in zip(prompts, rejected, strict=True)]

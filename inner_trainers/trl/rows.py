@@ -145,7 +145,9 @@ class TaskRows:
         if kind == "text":
             return data.tokenise_text(self._tokenizer, [row["text"] for row in rows["text"]])
         if kind == "preferences":
-            return preferences.tokenise_preferences(self._tokenizer, rows["preferences"])
+            return preferences.tokenise_preferences(
+                self._tokenizer, rows["preferences"], self.chat, f"source {pool!r}, preferences"
+            )
         return self._demonstrations(pool)
 
     def _prompt_length(self, source: str) -> int:
