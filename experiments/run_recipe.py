@@ -44,9 +44,11 @@ def run_recipe(path: Path, task: str, instance: int, seed: int, save: Path | Non
     if save is not None and checkpoint is not None:
         from safetensors.torch import save_file
 
+        from ..inner_trainers.trl.adapters import merge
+
         save.parent.mkdir(parents=True, exist_ok=True)
         partial = save.with_name(save.name + ".partial")
-        save_file({name: value.contiguous() for name, value in checkpoint.weights.items()}, partial)
+        save_file({name: value.contiguous() for name, value in merge(checkpoint.weights).items()}, partial)
         partial.replace(save)
     scores = {}
     flags = list(report.flags)

@@ -23,13 +23,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging as transformers_logging
 
 from ..messages import first_line
+from .adapters import Weights, unstack
 
 huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True  # it may have read the environment before this module
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 _LOG = logging.getLogger(__name__)
-
-Weights = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,8 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Loaded
     if not (folder / "config.json").is_file():
         raise ValueError(f"base checkpoint: {folder} has no config.json; expected a folder written by save_pretrained.")
     transformers_logging.disable_progress_bar()
+    tokenizer = load_tokenizer(folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         template, loading = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
@@ -76,10 +75,7 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Loaded
             output_loading_info=True,
         )
     except Exception as error:  # the hub library raises many types for one fact: this folder cannot be loaded
-        raise ValueError(
-            f"base checkpoint: {folder} cannot be loaded ({first_line(error, 200)}). "
-            "A file is missing or damaged; copy the folder again or write it anew with save_pretrained."
-        ) from error
+        raise _cannot_be_loaded(folder, error) from error
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):  # the library fills gaps with random numbers
         names = sorted(map(str, loading.get(kind, ())))
         if names:
@@ -110,6 +106,25 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Loaded
     )
 
 
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a checkpoint folder; no remote code.
+
+    Raises:
+        ValueError: a file is missing or damaged; the message names the folder.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise _cannot_be_loaded(folder, error) from error
+
+
+def _cannot_be_loaded(folder: Path, error: Exception) -> ValueError:
+    return ValueError(
+        f"base checkpoint: {folder} cannot be loaded ({first_line(error, 200)}). "
+        "A file is missing or damaged; copy the folder again or write it anew with save_pretrained."
+    )
+
+
 def copy_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the weights as CPU copies, each shared storage once (tied weights are not doubled)."""
     seen: set[int] = set()
@@ -123,23 +138,27 @@ def copy_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def load_weights(model: torch.nn.Module, weights: Weights) -> None:
-    """Copy ``weights`` into the model in place.
+    """Copy ``weights`` into the model in place, with every adapter that is stacked on them added.
 
     Raises:
         ValueError: a weight of another model (unknown name or shape), or one that is missing.
     """
     own = model.state_dict()
-    foreign = [name for name, value in weights.items() if name not in own or own[name].shape != value.shape]
-    pointers = {own[name].data_ptr() for name in weights if name in own}
-    missing = [name for name, value in own.items() if name not in weights and value.data_ptr() not in pointers]
+    plain, updates = unstack(weights)
+    foreign = [name for name, value in plain.items() if name not in own or own[name].shape != value.shape]
+    pointers = {own[name].data_ptr() for name in plain if name in own}
+    missing = [name for name, value in own.items() if name not in plain and value.data_ptr() not in pointers]
     if foreign or missing:
         raise ValueError(
             f"weights do not fit the model: {len(foreign)} foreign (for example {foreign[:1]}), "
             f"{len(missing)} missing (for example {missing[:1]})."
         )
     with torch.no_grad():
-        for name, value in weights.items():
+        for name, value in plain.items():
             own[name].copy_(value)
+        for update in updates:
+            weight = own[update.name]
+            weight += update.left.to(weight.device) @ update.right.to(weight.device)
 
 
 def resolve_device(device: str) -> torch.device:

@@ -25,6 +25,7 @@ from ..base import Checkpoint, Cost, Failure, Limit, RoundReport, checkpoint_id
 from ..faults import FaultWatch, failure_from_exception
 from ..messages import require_integer
 from ..recipe import Adjustment, Recipe
+from .adapters import stack
 from .models import copy_weights, trainable_tensors
 
 
@@ -350,9 +351,10 @@ class TrlSession:
             self._fail(not_used)
             return None
         model = self._trainer.model
-        if hasattr(model, "merge_and_unload"):
-            model = model.merge_and_unload()
-        weights = copy_weights(model)
+        if hasattr(model, "merge_and_unload") and self._recipe.lora_adapter == "stack":
+            weights = stack(self._start.weights, model)
+        else:
+            weights = copy_weights(model.merge_and_unload() if hasattr(model, "merge_and_unload") else model)
         broken = [name for name, value in weights.items() if not bool(torch.isfinite(value).all())]
         if broken:
             self._fail(
