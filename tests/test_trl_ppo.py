@@ -228,6 +228,10 @@ def test_one_optimiser_one_clip_and_no_stale_gradient(trainer: TrlTrainer, task:
         wanted = {id(parameter) for parameter in both if parameter.requires_grad}
         assert held == wanted and sum(len(group["params"]) for group in groups) == len(wanted)
         assert {group["lr"] for group in groups} == {recipe.learning_rate_at(3)}
+        decay = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
+        decays = {name: decay[id(p)] for name, p in live.critic.named_parameters() if p.requires_grad}
+        assert decays.pop("bias" if "bias" in decays else "head.bias") == 0.0
+        assert set(decays.values()) == ({0.1, 0.0} if changes == {"critic": "model"} else {0.1})
         gradients = [p.grad for p in live.critic.parameters() if p.grad is not None]
         norm = sum(float((gradient**2).sum()) for gradient in gradients) ** 0.5
         assert 0 < norm <= 1e-3 * 1.001  # one step's, clipped together with the policy's
@@ -345,6 +349,56 @@ def test_a_limit_cuts_the_round(trainer: TrlTrainer, task: TinyTask) -> None:
     assert checkpoint is not None
     assert (report.ended, report.steps) == ("budget", 2)
     assert report.training_cost.in_unit("train_tokens") <= 2.5 * bound
+
+
+@pytest.mark.parametrize(("rewards", "flagged"), [((0.0, 0.0), True), ((1.0, 1.0), True), ((0.0, 1.0), False)])
+def test_equal_rewards_are_flagged(
+    rewards: tuple[float, float], flagged: bool, trainer: TrlTrainer, folder: Any
+) -> None:
+    calls = iter([rewards[0]] * 31 + [rewards[1]])  # 4 steps of 8: only the last completion differs, if any
+    report, _ = run(trainer, TinyTask(folder, verifier=lambda row, text: next(calls)), ppo())
+    assert [flag.startswith("no signal: every completion") for flag in report.flags] == [True] * flagged
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("algorithm", ["ppo", "rloo"])
+def test_the_divergence_is_measured_from_the_weights_the_round_started_with(
+    algorithm: str, rank: int, trainer: TrlTrainer, task: TinyTask, sft_weights: Weights
+) -> None:
+    start = Checkpoint("sft", sft_weights, 1)  # far from the model's folder
+    recipe = ppo(algorithm=algorithm, lora_rank=rank, kl_coef=0.1)
+    report, checkpoint = run(trainer, task, recipe, start)
+    assert checkpoint is not None
+    assert report.curves[0]["kl"] == pytest.approx(0.0, abs=1e-5)
+    assert abs(report.curves[-1]["kl"]) > 1e-5
+    _, free = run(trainer, task, Recipe.from_dict({**recipe.to_dict(), "kl_coef": 0.0}), start)
+    assert free is not None and not equal(checkpoint.weights, free.weights)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "rloo"])
+def test_a_verifier_that_raises_ends_the_round_and_its_rollout_is_charged(
+    algorithm: str, trainer: TrlTrainer, folder: Any
+) -> None:
+    def raises(row: Any, text: str) -> float:
+        raise KeyError("answer")
+
+    report, checkpoint = run(trainer, TinyTask(folder, verifier=raises), ppo(algorithm=algorithm))
+    assert checkpoint is None and report.failure is not None
+    assert (report.failure.cause, report.failure.kind, report.failure.step) == ("environment", "reward_function", 1)
+    assert report.training_cost.trained_tokens == 0
+    assert report.training_cost.generated_tokens > 8 and report.training_cost.scored_tokens >= 8 * 4
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "rloo"])
+def test_stepping_one_at_a_time_is_the_same_round(algorithm: str, trainer: TrlTrainer, task: TinyTask) -> None:
+    recipe = ppo(algorithm=algorithm, num_iterations=2)
+    session = trainer.begin(task, recipe, trainer.base(task), 3)
+    while not session.done:
+        session.advance(1)
+        torch.manual_seed(session.step)
+    _, checkpoint = session.result()
+    assert checkpoint is not None
+    assert equal(checkpoint.weights, trained(trainer, task, recipe))
 
 
 def test_nothing_of_a_round_stays_in_memory(trainer: TrlTrainer, task: TinyTask, live_models: Any) -> None:
