@@ -9,25 +9,26 @@ import torch
 from trl import DPOConfig, DPOTrainer
 
 from .context import RoundContext
+from .metered_preferences import MeteredPreferences
 from .models import hold_to_device, training_arguments
 from .preferences import TokenisedPairs
-from .session import Meter, MeteredTrainer
+from .session import Meter
 
 
-class MeteredDPOTrainer(MeteredTrainer, DPOTrainer):  # type: ignore[misc]
-    """`DPOTrainer` that counts the tokens of both sides, and takes pairs that are tokenised already."""
-
-    def _prepare_dataset(self, dataset: datasets.Dataset, *args: Any) -> datasets.Dataset:
-        return dataset  # the library's own way maps the rows three times, most of what building a trainer costs
+class MeteredDPOTrainer(MeteredPreferences, DPOTrainer):  # type: ignore[misc]
+    """`DPOTrainer` that counts the tokens of both sides."""
 
     def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], **kwargs: Any) -> Any:
         """Count, then compute TRL's loss unchanged."""
         tokens = int(inputs["attention_mask"].sum())
         self.meter.trained_tokens += tokens
         self.meter.scored_tokens += tokens  # by the reference
-        self.meter.sequences += len(inputs["input_ids"]) // 2  # pairs: the batch holds both sides of each
+        pairs = len(inputs["input_ids"]) // 2  # the better answers, then the worse ones
+        self.meter.sequences += pairs
         self.meter.supervised_tokens += int(inputs["completion_mask"][:, 1:].sum())
-        return super().compute_loss(model, inputs, **kwargs)
+        loss = super().compute_loss(model, inputs, **kwargs)
+        self._note_chosen(inputs["completion_mask"][:pairs])
+        return loss
 
 
 def build_trainer(context: RoundContext) -> tuple[DPOTrainer, Meter]:

@@ -11,16 +11,14 @@ import torch
 from trl import KTOConfig, KTOTrainer
 
 from .context import RoundContext
+from .metered_preferences import MeteredPreferences
 from .models import hold_to_device, training_arguments
 from .preferences import TokenisedPairs
-from .session import Meter, MeteredTrainer
+from .session import Meter
 
 
-class MeteredKTOTrainer(MeteredTrainer, KTOTrainer):  # type: ignore[misc]
-    """`KTOTrainer` that counts tokens, those of the KL estimate too, and takes answers that are tokenised already."""
-
-    def _prepare_dataset(self, dataset: datasets.Dataset, *args: Any) -> datasets.Dataset:
-        return dataset  # the library's own way maps the rows four times, most of what building a trainer costs
+class MeteredKTOTrainer(MeteredPreferences, KTOTrainer):  # type: ignore[misc]
+    """`KTOTrainer` that counts tokens, those of the KL estimate too."""
 
     def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], **kwargs: Any) -> Any:
         """Count, then compute TRL's loss unchanged."""
@@ -30,7 +28,9 @@ class MeteredKTOTrainer(MeteredTrainer, KTOTrainer):  # type: ignore[misc]
         self.meter.scored_tokens += tokens + 2 * mismatched  # the reference reads both, the policy the mismatched
         self.meter.sequences += len(inputs["input_ids"])
         self.meter.supervised_tokens += int(inputs["completion_mask"][:, 1:].sum())
-        return super().compute_loss(model, inputs, **kwargs)
+        loss = super().compute_loss(model, inputs, **kwargs)
+        self._note_chosen(inputs["completion_mask"][inputs["label"]])
+        return loss
 
 
 def build_trainer(context: RoundContext) -> tuple[KTOTrainer, Meter]:
