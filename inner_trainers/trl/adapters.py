@@ -37,8 +37,8 @@ def unstack(weights: Weights) -> tuple[dict[str, torch.Tensor], list[Update]]:
     halves: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
     for name, value in weights.items():
         if name.startswith(f"{PREFIX}."):
-            _, number, side, weight = name.split(".", 3)
-            halves.setdefault((int(number), weight), {})[side] = value
+            _, position, side, weight = name.split(".", 3)
+            halves.setdefault((int(position), weight), {})[side] = value
         else:
             plain[name] = value
     updates = []

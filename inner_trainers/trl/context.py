@@ -64,10 +64,12 @@ class RoundContext:
         if self.recipe.lora_rank == 0:
             return None
         from peft import LoraConfig
+        from transformers.pytorch_utils import Conv1D  # the linear layer of GPT-2 and its kin
 
         return LoraConfig(
             r=self.recipe.lora_rank,
             lora_alpha=2 * self.recipe.lora_rank,
             target_modules="all-linear",
             task_type="CAUSAL_LM",
+            fan_in_fan_out=any(isinstance(module, Conv1D) for module in self.model.modules()),
         )
