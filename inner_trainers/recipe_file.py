@@ -10,7 +10,7 @@ import yaml
 
 from .recipe import Recipe
 
-_NUMBERS = {f.name for f in fields(Recipe) if f.name not in ("algorithm", "mix", "start", "schedule") and f.init}
+_NUMBERS = {f.name for f in fields(Recipe) if f.type in ("int", "float") and f.init}
 
 
 def load_recipe(path: Path) -> Recipe:

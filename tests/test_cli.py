@@ -45,7 +45,7 @@ def test_help_version_and_lists() -> None:
     for command in ("demo", "train", "evaluate", "compare", "run-recipe", "tasks", "policies", "bench"):
         assert command in shown
     assert ok("--version").strip() == "0.1.0"
-    assert [row["name"] for row in json.loads(ok("tasks", "--json"))] == ["letters"]
+    assert [row["name"] for row in json.loads(ok("tasks", "--json"))] == ["calculator", "letters"]
     names = [row["name"] for row in json.loads(ok("policies", "--json"))]
     assert {"random", "fixed", "shortlist", "greedy-sft-then-grpo", "maskable_ppo", "sac"} <= set(names)
     drawn = json.loads(ok("tasks", "letters", "--instance", "3"))
@@ -221,3 +221,14 @@ def test_a_polite_end_is_an_interrupt(tmp_path: Path) -> None:
         assert process.wait(timeout=60) == 130
     assert "finished rounds are kept" in said
     assert (tmp_path / "[bold]run" / "rounds-0.jsonl").read_text().count("\n") >= 20
+
+
+def test_text_fields_of_a_recipe_file_stay_text(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "algorithm: dpo\nmix: {web: 1}\nloss: sigmoid+sft\nlora_rank: 4\nlora_adapter: stack\ncritic: none\n"
+    )
+    recipe = load_recipe(path)
+    assert (recipe.loss, recipe.lora_rank, recipe.lora_adapter, recipe.critic) == ("sigmoid+sft", 4, "stack", "none")
+    path.write_text(json.dumps(recipe.to_dict()))
+    assert load_recipe(path) == recipe
