@@ -270,6 +270,7 @@ def tasks(
 ) -> None:
     """List the built-in tasks, or show one instance: base, sources, benchmark."""
     from ..inner_trainers.tasks import BUILT_IN, resolve_task
+    from ..inner_trainers.tasks.base import distinct_rows
 
     if not task:
         rows = []
@@ -280,7 +281,7 @@ def tasks(
                     "name": name,
                     "train": _span(family.train_seeds),
                     "test": _span(family.test_seeds),
-                    "about": (type(family).__doc__ or "").strip().splitlines()[0],
+                    "about": (type(getattr(family, "task", family)).__doc__ or "").strip().splitlines()[0],
                 }
             )
         console.print_json(data=rows) if as_json else console.print(_table(["name", "train", "test", "about"], rows))
@@ -291,6 +292,7 @@ def tasks(
         "facts": drawn.facts(),
         "content_hash": built.content_hash,
         "sources": {n: {k: len(r) for k, r in s.rows.items()} for n, s in built.sources.items()},
+        "distinct_rows": {n: {k: distinct_rows(r) for k, r in s.rows.items()} for n, s in built.sources.items()},
         "leaked_rows_removed": dict(built.leaked),
         "benchmark": {
             "weights": dict(built.benchmark.weights),
