@@ -97,9 +97,13 @@ class MeteredRollouts(MeteredTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         batch = self._with_advantages(super()._generate_and_score_completions(inputs))  # type: ignore[misc]
-        # The step that samples a batch starts with empty metrics, so these are the batch's own.
-        self._batch_metrics = {name: list(values) for name, values in self._metrics["train"].items()}
-        self._batch_metrics.pop("frac_reward_zero_std", None)  # a later step's gradient may be 0: all is clipped
+        # The step that samples a batch starts with empty metrics, so these are the batch's own. What faults are found
+        # by is left out: a later step's gradient may be 0 without any fault, when every ratio is clipped.
+        self._batch_metrics = {
+            name: list(values)
+            for name, values in self._metrics["train"].items()
+            if name != "frac_reward_zero_std" and not name.startswith("rewards/")
+        }
         return batch
 
     def _with_advantages(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
