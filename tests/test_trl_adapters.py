@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from posttrain_gym.envs.journal import Journal
+from posttrain_gym.experiments import run_recipe as run_recipe_module
+from posttrain_gym.experiments.run_recipe import run_recipe
 from posttrain_gym.inner_trainers.base import Checkpoint
 from posttrain_gym.inner_trainers.recipe import Recipe
+from posttrain_gym.inner_trainers.tasks.base import SingleTask
 from posttrain_gym.inner_trainers.testing import TinyTask
 from posttrain_gym.inner_trainers.trl.adapters import merge, unstack
 from posttrain_gym.inner_trainers.trl.models import load_weights
@@ -167,6 +172,19 @@ def test_adapters_train_in_a_model_that_holds_its_weights_transposed(trainer: Tr
     twice = trained(trainer, gpt2, stacked(recipe), Checkpoint("one", kept, 1))
     torch.testing.assert_close(logits(trainer, gpt2, twice), logits(trainer, gpt2, merge(twice)))
     assert not torch.equal(logits(trainer, gpt2, twice), logits(trainer, gpt2, kept))
+
+
+def test_a_saved_recipe_run_holds_the_sum(
+    trainer: TrlTrainer, pairs: PairTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is the model's weights alone, as any loader takes them."""
+    recipe = preference("dpo", lora_rank=2, lora_adapter="stack", steps=2)
+    path, saved = tmp_path / "recipe.yaml", tmp_path / "model.safetensors"
+    path.write_text(json.dumps(recipe.to_dict()))  # YAML reads JSON
+    monkeypatch.setattr(run_recipe_module, "resolve_task", lambda name: SingleTask(pairs))
+    done = run_recipe(path, "pairs", 0, 3, saved)
+    assert done["failure"] is None
+    assert equal(load_file(saved), merge(trained(trainer, pairs, recipe)))
 
 
 def test_weights_that_do_not_fit_together_are_refused(trainer: TrlTrainer, pairs: PairTask) -> None:

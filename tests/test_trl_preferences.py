@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -365,6 +365,35 @@ def test_both_labels_are_balanced_in_every_batch_and_over_the_passes() -> None:
     odd = balanced_sides(draw[:12], 3)
     assert [sum(odd[first : first + 3]) for first in range(0, 12, 3)] == [2, 1, 2, 1]
     assert balanced_sides([("pairs", 0)] * 4, 2) in ([True, False] * 2, [False, True] * 2)
+
+
+# Devices and memory --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["dpo", "kto"])
+def test_policy_and_reference_are_gone_when_a_round_ends(
+    algorithm: str, trainer: TrlTrainer, pairs: PairTask, live_models: Callable[[], int]
+) -> None:
+    session = trainer.begin(pairs, preference(algorithm), trainer.base(pairs), 3)
+    assert live_models() == 2
+    session.advance()
+    assert session.result()[0].failure is None
+    assert live_models() == 0
+    session = trainer.begin(pairs, preference(algorithm, lora_rank=2), trainer.base(pairs), 3)
+    assert live_models() == 1  # the policy with its adapter switched off is the reference
+    session.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("algorithm", ["dpo", "kto"])
+def test_a_preference_round_on_a_real_card(algorithm: str, rank: int, precision: str, pairs: PairTask) -> None:
+    trainer = TrlTrainer(device="cuda", precision=precision)
+    report, checkpoint = run(trainer, pairs, preference(algorithm, lora_rank=rank, steps=8))
+    assert report.failure is None and checkpoint is not None
+    assert {value.device.type for value in checkpoint.weights.values()} == {"cpu"}
+    assert report.curves[-1]["reward_margin"] > report.curves[0]["reward_margin"]
 
 
 # Refusals ------------------------------------------------------------------------------------------------------------
