@@ -154,6 +154,19 @@ def test_every_field_that_it_reads_changes_the_round(
     assert not equal(trained(trainer, task, other), trained(trainer, task, recipe))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"algorithm": "rloo"}, *({"algorithm": "ppo", "critic": critic} for critic in ("head", "model", "none"))],
+    ids=str,
+)
+def test_a_round_raises_what_it_is_rewarded_for(changes: dict[str, Any], trainer: TrlTrainer, folder: Path) -> None:
+    letters = TinyTask(folder, verifier=lambda row, text: text.count("a") / 4)
+    report, _ = run(trainer, letters, grpo(steps=40, batch_size=32, learning_rate=5e-3, **changes))
+    rewards = [row["reward"] for row in report.curves]
+    assert max(rewards[:3]) < 0.2  # 20 letters are equally likely
+    assert min(rewards[-3:]) > 0.9
+
+
 # Batches used again --------------------------------------------------------------------------------------------------
 
 
@@ -207,7 +220,8 @@ def test_a_step_that_uses_a_batch_again_shows_its_reward(recipe: Recipe, trainer
 def test_no_signal_is_flagged_when_batches_are_used_again(algorithm: str, trainer: TrlTrainer, folder: Path) -> None:
     never = TinyTask(folder, verifier=lambda row, text: 0.0)
     report, _ = run(trainer, never, grpo(algorithm=algorithm, num_iterations=2))
-    assert [flag for flag in report.flags if flag.startswith("no signal: in all 4 steps")]
+    said = [*report.flags, *([] if report.failure is None else [report.failure.evidence])]
+    assert [text for text in said if text.startswith("no signal: in all 4 steps")]
 
 
 @pytest.mark.parametrize(
