@@ -380,6 +380,7 @@ def round_info(outcome: Outcome) -> dict[str, Any]:
         "curves": [dict(row) for row in report.curves],
         "supervised_tokens": report.supervised_tokens,
         "failure": None if report.failure is None else asdict(report.failure),
+        "rescued": [asdict(fault) for fault in report.rescued],
         "flags": list(report.flags),
         "cached": report.cached,
     }

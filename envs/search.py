@@ -15,6 +15,7 @@ from typing import Any
 
 from ..inner_trainers.base import Checkpoint, Cost, Failure, InnerTrainer, RoundReport, Scorecard, round_id
 from ..inner_trainers.evaluation import completion_flags
+from ..inner_trainers.fault_kinds import FAULTS, failure
 from ..inner_trainers.faults import failure_from_exception
 from ..inner_trainers.recipe import STARTS, Recipe
 from ..inner_trainers.tasks.base import InnerTask
@@ -181,25 +182,25 @@ class Search:
             raise ValueError(f"the search has ended ({reason}); start a new one.")
         self.space.encode(recipe)
         start = self.checkpoints[recipe.start]
-        failure = self._refusal(recipe)
-        if failure is not None:
-            return self._settle(_failed_report(recipe, start, self._seed_from(start), failure), None, replayed=False)
+        refusal = self._refusal(recipe)
+        if refusal is not None:
+            return self._settle(_failed_report(recipe, start, self._seed_from(start), refusal), None, replayed=False)
         return self._run_legal(recipe, start)
 
     def _refusal(self, recipe: Recipe) -> Failure | None:
         """Return why the round cannot run, found before anything is loaded or charged; None when it can."""
         if not self.available[recipe.algorithm]:
             evidence = f"no source of the space has the rows {recipe.algorithm} trains on"
-            return Failure("algorithm_mismatch", "no_data", 0, evidence)
+            return failure("no_data", 0, evidence)
         if not self._pays_cheapest(recipe.algorithm):
             unit = self.ledger.budget.unit
             cheapest = self._cheapest_step(recipe.algorithm) + self._evaluation_cost()
             evidence = f"{self.ledger.left:g} {unit} are left, one step and its evaluation can cost "
-            return Failure("resources", "unaffordable", 0, f"{evidence}{cheapest.in_unit(unit):g}")
+            return failure("unaffordable", 0, f"{evidence}{cheapest.in_unit(unit):g}")
         try:
             self.trainer.check(self.task, recipe)
         except ValueError as error:
-            return Failure("hyperparameter", "refused", 0, str(error)[:300])
+            return failure("refused", 0, str(error)[:300])
         return None
 
     def weights_of(self, name: str) -> Checkpoint:
@@ -220,7 +221,8 @@ class Search:
             report, made = self._train(recipe, self._with_weights(start), seed)
             self._write_down(key, report, made)
         if made is not None:
-            self._made_by[made.id] = (start.id, recipe, seed, report.steps)
+            steps = report.steps if report.rolled_back_to is None else report.rolled_back_to
+            self._made_by[made.id] = (start.id, recipe, seed, steps)
             if made.weights is not None:
                 self._kept[made.id] = made
         if report.ended == "finished" or (report.failure is not None and report.failure.cause in _REPEATABLE):
@@ -259,7 +261,7 @@ class Search:
         try:
             session = self.trainer.begin(self.task, recipe, start, seed, limit)
         except ValueError as error:  # what `check` cannot see before rows are tokenised
-            return _failed_report(recipe, start, seed, Failure("data", "refused", 0, str(error)[:300])), None
+            return _failed_report(recipe, start, seed, failure("rows_refused", 0, str(error)[:300])), None
         except Exception as error:
             _LOG.warning("a round could not begin", exc_info=True)
             return _failed_report(recipe, start, seed, failure_from_exception(error, 0)), None
@@ -279,12 +281,12 @@ class Search:
             _require_finite(scorecard)
         except Exception as error:
             _LOG.warning("evaluation failed", exc_info=True)
-            failure = failure_from_exception(error, report.steps)
-            if failure.kind == "trainer_raised":
-                failure = replace(failure, kind="evaluation_raised")
+            fault = failure_from_exception(error, report.steps)
+            if fault.kind == "trainer_raised":
+                fault = replace(fault, kind="evaluation_raised", cause=FAULTS["evaluation_raised"].cause)
             if cost is self._evaluation_bound:
                 cost = replace(cost, device_seconds=time.perf_counter() - began)
-            return replace(report, failure=failure, ended="failed", checkpoint=None, evaluation_cost=cost), None
+            return replace(report, failure=fault, ended="failed", checkpoint=None, evaluation_cost=cost), None
         flags = report.flags + completion_flags(scorecard)
         return replace(report, scorecard=scorecard, evaluation_cost=cost, flags=flags), checkpoint
 
@@ -432,9 +434,9 @@ def _nothing_to_train_on(task: InnerTask, space: DecisionSpace) -> str:
     )
 
 
-def _failed_report(recipe: Recipe, start: Checkpoint, seed: int, failure: Failure) -> RoundReport:
+def _failed_report(recipe: Recipe, start: Checkpoint, seed: int, fault: Failure) -> RoundReport:
     return RoundReport(
-        recipe=recipe, start=start.id, seed=seed, checkpoint=None, steps=0, ended="failed", failure=failure
+        recipe=recipe, start=start.id, seed=seed, checkpoint=None, steps=0, ended="failed", failure=fault
     )
 
 

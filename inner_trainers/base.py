@@ -128,17 +128,18 @@ def round_id(task: InnerTask, start: Checkpoint, recipe: Recipe, seed: int, igno
     return _digest(f"{task.built.content_hash}/{start.id}/{recipe.training_hash(ignored)}/{seed}")
 
 
-def checkpoint_id(round_id: str, planned: int, factors: Sequence[float]) -> str:
+def checkpoint_id(round_id: str, planned: int, factors: Sequence[float], rescues: Sequence[str] = ()) -> str:
     """Return the id of the checkpoint a round made: the round's own when it finished as asked, else one of its own.
 
     Args:
         round_id: the round.
         planned: optimiser steps that were asked for.
         factors: for each step that was done, the product of the adjustments its learning rate was multiplied by.
+        rescues: for each fault after which the round went on, what was done about it: other weights than without.
     """
-    if len(factors) == planned and all(factor == 1.0 for factor in factors):
+    if len(factors) == planned and all(factor == 1.0 for factor in factors) and not rescues:
         return round_id
-    return _digest(f"{round_id}/{list(map(float, factors))}")
+    return _digest("/".join((round_id, str(list(map(float, factors))), *rescues)))
 
 
 def _digest(text: str) -> str:
@@ -228,19 +229,25 @@ class RoundReport:
         seed: the trainer's seed.
         checkpoint: id of the checkpoint it made; None when it failed.
         steps: optimiser steps done.
-        ended: ``"finished"``, ``"budget"`` (cut at the limit), ``"stopped"`` (by an adjustment) or ``"failed"``.
+        ended: ``"finished"``, ``"budget"`` (cut at the limit), ``"stopped"`` (by an adjustment), ``"rolled_back"``
+            (ended by a fault, with the last good weights) or ``"failed"``.
         supervised_tokens: tokens that carried a loss.
         rows_without_supervision: rows of the mix that kept no completion token at ``max_length``.
         training_cost: cost of the optimiser steps and their rollouts.
         evaluation_cost: cost of the scorecard; zero until evaluated.
         scorecard: validation scores of the checkpoint; None when it failed.
         failure: why it failed, or None.
+        rescued: faults that did not end the round as failed: it was retried or rolled back; see `FaultPolicy`.
+        rolled_back_to: after how many of its steps the checkpoint's weights were those of the round, when it was
+            rolled back; else None, and they are those after the last step.
         curves: per optimiser step, name -> value: ``step``, ``loss``, ``grad_norm``, ``learning_rate`` as used, and
             what the algorithm adds.
         flags: sentences a person should read (truncated rows, clipped completions).
         cached: whether an equal earlier round answered; its cost is then zero.
         recorded: whether recorded or modelled rounds answered instead of training.
         wall_seconds: elapsed time; never part of an observation.
+        peak_memory_bytes: most memory seen in use between forward passes, of the CUDA device that trained or else
+            resident in the process; None when unknown. Never part of an observation.
     """
 
     recipe: Recipe
@@ -255,11 +262,14 @@ class RoundReport:
     evaluation_cost: Cost = field(default_factory=Cost)
     scorecard: Scorecard | None = None
     failure: Failure | None = None
+    rescued: tuple[Failure, ...] = ()
+    rolled_back_to: int | None = None
     curves: tuple[Mapping[str, float], ...] = ()
     flags: tuple[str, ...] = ()
     cached: bool = False
     recorded: bool = False
     wall_seconds: float = field(default=0.0, compare=False)
+    peak_memory_bytes: int | None = field(default=None, compare=False)
 
     @property
     def cost(self) -> Cost:
@@ -271,7 +281,7 @@ class RoundReport:
         data = asdict(replace(self, recipe=None, curves=()))  # type: ignore[arg-type]
         data["recipe"] = self.recipe.to_dict()
         data["curves"] = [{k: (v if math.isfinite(v) else str(v)) for k, v in row.items()} for row in self.curves]
-        data["flags"] = list(self.flags)
+        data["flags"], data["rescued"] = list(self.flags), [asdict(fault) for fault in self.rescued]
         return data
 
     @classmethod
@@ -289,6 +299,7 @@ class RoundReport:
             values["scorecard"] = Scorecard.from_dict(values["scorecard"])
         if values["failure"] is not None:
             values["failure"] = Failure(**values["failure"])
+        values["rescued"] = tuple(Failure(**fault) for fault in values.get("rescued", ()))
         values["curves"] = tuple({k: float(v) for k, v in row.items()} for row in values["curves"])
         values["flags"] = tuple(values["flags"])
         return cls(**values)

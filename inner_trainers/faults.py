@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 
 from .base import Failure
+from .fault_kinds import failure
+from .fault_policy import FaultPolicy
 from .messages import first_line
-
-EXPLOSION_FACTOR = 10.0
-"""A supervised loss above this many times the larger of its first value and ln(vocabulary) has exploded."""
-
-EXPLODED_POLICY_LOSS = 1e3
-"""A policy-gradient loss beyond this magnitude has exploded; its ordinary size is below 10."""
+from .time_limit import TimeLimitError
 
 
 class FaultWatch:
@@ -19,15 +16,31 @@ class FaultWatch:
 
     The first spike ends the round, so a loss that explodes and then sits flat at ln(vocabulary), which looks
     unharmed by its last value alone, is caught too.
+
+    Args:
+        vocabulary_size: tokens of the model's vocabulary; its logarithm is the loss of knowing nothing.
+        on_policy: whether the loss is a policy gradient, whose size says nothing of health.
+        policy: the thresholds.
     """
 
-    def __init__(self, vocabulary_size: int, on_policy: bool) -> None:
+    def __init__(self, vocabulary_size: int, on_policy: bool, policy: FaultPolicy | None = None) -> None:
+        self.policy = FaultPolicy() if policy is None else policy
         self._uniform_loss = math.log(max(vocabulary_size, 2))
         self._on_policy = on_policy
         self._first_loss: float | None = None
+        self._first_chosen: float | None = None
+        self._steps_without_signal: int | None = 0  # None once rewards have differed
 
     def observe(
-        self, step: int, loss: float, grad_norm: float | None, groups_without_spread: float | None = None
+        self,
+        step: int,
+        loss: float,
+        grad_norm: float | None,
+        groups_without_spread: float | None = None,
+        *,
+        reward_spread: float | None = None,
+        kl: float | None = None,
+        chosen_log_probability: float | None = None,
     ) -> Failure | None:
         """Check one optimiser step.
 
@@ -36,24 +49,71 @@ class FaultWatch:
             loss: mean raw loss of the step, unfiltered.
             grad_norm: gradient norm before clipping; None when unknown.
             groups_without_spread: share of on-policy groups whose completions all got one reward; None when unknown.
+            reward_spread: standard deviation of the rewards of the whole batch, which decides about signal where
+                nothing is known of groups; None when unknown.
+            kl: KL divergence per token to the start, in nats; None when unknown.
+            chosen_log_probability: mean log-probability of a token of the better answers of pairs; None when unknown.
         """
+        self._note_signal(groups_without_spread, reward_spread)
         if not math.isfinite(loss):
-            return Failure("hyperparameter", "diverged", step, f"the loss was {loss} at step {step}")
+            return failure("diverged", step, f"the loss was {loss} at step {step}")
         if grad_norm is not None and not math.isfinite(grad_norm):
-            return Failure("hyperparameter", "diverged", step, f"the gradient norm was {grad_norm} at step {step}")
+            return failure("diverged", step, f"the gradient norm was {grad_norm} at step {step}")
         if self._first_loss is None:
             self._first_loss = abs(loss)
-        limit = (
-            EXPLODED_POLICY_LOSS if self._on_policy else EXPLOSION_FACTOR * max(self._first_loss, self._uniform_loss)
-        )
+        limit = self.policy.explosion_factor * max(self._first_loss, self._uniform_loss)
+        if self._on_policy:
+            limit = self.policy.exploded_policy_loss
         if abs(loss) > limit:
             evidence = f"the loss was {loss:.4g} at step {step}, above {limit:.4g} (first loss {self._first_loss:.4g})"
-            return Failure("hyperparameter", "diverged", step, evidence)
+            return failure("diverged", step, evidence)
+        if chosen_log_probability is not None:
+            # A preference loss is bounded below and, for KTO, above: it reads 0 or 1/2 when the weights are ruined.
+            if self._first_chosen is None:
+                self._first_chosen = abs(chosen_log_probability)
+            lowest = -self.policy.explosion_factor * max(self._first_chosen, self._uniform_loss)
+            if not chosen_log_probability >= lowest:  # NaN too
+                evidence = (
+                    f"a token of the better answers had a log-probability of {chosen_log_probability:.4g} on average "
+                    f"at step {step}, below {lowest:.4g}: the weights are ruined"
+                )
+                return failure("diverged", step, evidence)
         if grad_norm == 0 and groups_without_spread is not None and groups_without_spread < 1:
             # Ruined weights saturate the logits, and a policy-gradient loss does not show it: it stays near 0.
             evidence = f"rewards differed at step {step}, yet the gradient was exactly 0: the weights are saturated"
-            return Failure("hyperparameter", "diverged", step, evidence)
+            return failure("diverged", step, evidence)
+        most = self.policy.max_kl
+        if most is not None and kl is not None and not kl <= most:  # NaN too
+            return failure(
+                "kl_runaway", step, f"the KL divergence per token was {kl:.4g} at step {step}, above {most:g}"
+            )
+        patience = self.policy.no_signal_steps
+        if patience is not None and self._steps_without_signal is not None and self._steps_without_signal >= patience:
+            return self._no_signal(step)
         return None
+
+    def round_ended(self, step: int) -> Failure | None:
+        """Return the failure of a round that is over after ``step`` steps and never had a signal, else None."""
+        return self._no_signal(step) if self._steps_without_signal else None
+
+    def _note_signal(self, groups_without_spread: float | None, reward_spread: float | None) -> None:
+        if not self._on_policy or self._steps_without_signal is None:
+            return
+        if groups_without_spread is not None:
+            differed = groups_without_spread < 1
+        elif reward_spread is not None:
+            differed = reward_spread != 0
+        else:  # a step that uses a batch of completions again says nothing of its groups
+            return
+        self._steps_without_signal = None if differed else self._steps_without_signal + 1
+
+    def _no_signal(self, step: int) -> Failure:
+        return failure(
+            "no_signal",
+            step,
+            f"no signal: in all {step} steps the completions of every prompt had equal rewards, so nothing was "
+            "learned; the task is too hard or too easy here, or the verifier is constant",
+        )
 
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed")
@@ -64,17 +124,21 @@ def failure_from_exception(error: BaseException, step: int) -> Failure:
     """Return the labelled failure for an exception that a trainer raised."""
     text = first_line(error)
     if isinstance(error, RewardFault):  # before memory: the message quotes the verifier, whatever that says
-        return Failure("environment", "reward_function", step, str(error)[:300])
+        return failure("reward_function", step, str(error)[:300])
     if isinstance(error, ToolFault):
-        return Failure("environment", "tool_raised", step, str(error)[:300])
+        return failure("tool_raised", step, str(error)[:300])
     if isinstance(error, ScorerFault):
-        return Failure("environment", "evaluation_raised", step, str(error)[:300])
+        return failure("evaluation_raised", step, str(error)[:300])
+    if isinstance(error, TimeLimitError):
+        return failure("time_limit", step, str(error)[:300])
+    if isinstance(error, MemoryLimitError):
+        return failure("memory_limit", step, str(error)[:300])
     if isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in _OUT_OF_MEMORY):
-        return Failure("resources", "oom", step, text)
+        return failure("oom", step, text)
     if isinstance(error, RuntimeError) and "probability tensor contains" in str(error):
         # `torch.multinomial` met non-finite logits: the policy's weights are ruined, which its loss did not show
-        return Failure("hyperparameter", "diverged", step, f"sampling failed, the logits are not finite ({text})")
-    return Failure("environment", "trainer_raised", step, text)
+        return failure("diverged", step, f"sampling failed, the logits are not finite ({text})")
+    return failure("trainer_raised", step, text)
 
 
 class RewardFault(RuntimeError):
@@ -87,3 +151,7 @@ class ScorerFault(RuntimeError):
 
 class ToolFault(RuntimeError):
     """A task's tool raised, or returned something that is neither text nor None."""
+
+
+class MemoryLimitError(RuntimeError):
+    """The memory in use passed its limit."""

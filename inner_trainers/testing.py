@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from .base import Checkpoint, Cost, DimensionScore, Failure, Limit, RoundReport, Scorecard, checkpoint_id, round_id
+from .fault_kinds import failure
 from .messages import did_you_mean
 from .recipe import Adjustment, Recipe
 from .tasks.base import Benchmark, InnerTask, Item, Source, TaskFamily
@@ -324,9 +325,9 @@ class ScriptedSession:
                 }
             )
             self._factors.append(self._factor)
-            failure = watch.observe(self.step, loss, 1.0)
-            if failure is not None:
-                self._failure, self._ended = failure, "failed"
+            fault = watch.observe(self.step, loss, 1.0)
+            if fault is not None:
+                self._failure, self._ended = fault, "failed"
             elif self.step >= self._recipe.steps:
                 self._ended = "finished"
             else:
@@ -350,7 +351,7 @@ class ScriptedSession:
         """Return the report and the moved scores."""
         ended = self._ended or "stopped"
         if self.step == 0 and self._failure is None:
-            self._failure, ended = Failure("resources", "budget_too_small", 0, "no optimiser step was taken"), "failed"
+            self._failure, ended = failure("budget_too_small", 0, "no optimiser step was taken"), "failed"
         checkpoint = None
         if self._failure is None:
             ignored = self._trainer.ignored_settings(self._recipe.algorithm)

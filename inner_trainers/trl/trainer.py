@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..base import Checkpoint, Cost, Limit, Scorecard, round_id
 from ..evaluation import Evaluator
+from ..fault_policy import FaultPolicy
 from ..faults import FaultWatch
 from ..messages import did_you_mean, require_integer
 from ..recipe import Recipe
+from ..time_limit import TimeLimitError, call_with_time_limit
 from .algorithms import ALGORITHMS, AlgorithmSpec, StepTokens, check_recipe, usable_sources
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ class TrlTrainer:
         precision: ``"auto"``, ``"fp32"``, ``"bf16"`` or ``"fp16"`` for training.
         torch_threads: CPU threads torch may use, set for the process; None leaves it alone. One thread is the
             fastest on a shared machine and makes results equal bit for bit.
+        fault_policy: where faults begin and what a round does about them; None stops it at each.
     """
 
     recorded = False
@@ -61,9 +64,11 @@ class TrlTrainer:
         device: str = "auto",
         precision: str = "auto",
         torch_threads: int | None = 1,
+        fault_policy: FaultPolicy | None = None,
     ) -> None:
         self.evaluator = evaluator if evaluator is not None else Evaluator()
         self._device_name, self._precision_name, self._torch_threads = device, precision, torch_threads
+        self.fault_policy = FaultPolicy() if fault_policy is None else fault_policy
         self._models: dict[str, tuple[str, LoadedModel]] = {}  # folder -> hash of its files, model
         self._residents: OrderedDict[str, _Resident] = OrderedDict()  # content hash -> task, the last used at the end
         self._written: set[str] = set()  # content hashes of tasks whose chat template is there
@@ -81,10 +86,16 @@ class TrlTrainer:
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:
-        """Settings of the evaluator, the precision that rounds train in, and the kind of device."""
+        """Settings of the evaluator, the precision that rounds train in, the kind of device and the fault policy."""
         device, precision = self._ready()
         evaluator = {**asdict(self.evaluator), "seeds": list(self.evaluator.seeds)}
-        return {"trainer": "TrlTrainer", "evaluator": evaluator, "precision": precision, "device": device.type}
+        return {
+            "trainer": "TrlTrainer",
+            "evaluator": evaluator,
+            "precision": precision,
+            "device": device.type,
+            "fault_policy": self.fault_policy.to_dict(),
+        }
 
     def ignored_settings(self, algorithm: str) -> tuple[str, ...]:
         """Return the recipe fields that ``algorithm`` ignores."""
@@ -202,14 +213,20 @@ class TrlTrainer:
             flops=lambda meter: self._flops(resident, recipe, _metered_tokens(meter)),
             step_bound=bound,
             limit=limit,
-            watch=FaultWatch(resident.model.template.config.vocab_size, spec.on_policy),
+            watch=FaultWatch(resident.model.template.config.vocab_size, spec.on_policy, self.fault_policy),
             torch_threads=self._torch_threads,
+            device=device,
+            reads=spec.reads,
             flags=flags,
             rows_without_supervision=unsupervised,
         )
 
     def evaluate(self, task: InnerTask, checkpoint: Checkpoint, split: str) -> tuple[Scorecard, Cost]:
-        """Score a checkpoint on one split; the base weights' score is computed once per task."""
+        """Score a checkpoint on one split; the base weights' score is computed once per task.
+
+        Raises:
+            TimeLimitError: it took longer than the fault policy's ``max_evaluation_seconds``.
+        """
         resident = self._load(task)
         if checkpoint.id == "base" and split in resident.base_scores:
             return resident.base_scores[split]
@@ -218,9 +235,21 @@ class TrlTrainer:
         began = time.perf_counter()
         model = resident.model.template
         load_weights(model, checkpoint.weights)
-        scorecard, generated, scored = self.evaluator.evaluate(
-            model, resident.model.tokenizer, task.built.benchmark, split, resident.rows.chat
-        )
+
+        def measured() -> tuple[Scorecard, int, int]:
+            return self.evaluator.evaluate(
+                model, resident.model.tokenizer, task.built.benchmark, split, resident.rows.chat
+            )
+
+        policy = self.fault_policy
+        try:
+            scorecard, generated, scored = call_with_time_limit(
+                measured, policy.max_evaluation_seconds, f"evaluation on {split}", policy.grace_seconds
+            )
+        except TimeLimitError as error:
+            if not error.ended:  # its thread may wake and read the model, so the next round loads another
+                self._forget(resident)
+            raise
         cost = Cost(
             generated_tokens=generated,
             scored_tokens=scored,
@@ -265,12 +294,18 @@ class TrlTrainer:
             import torch
 
             from .models import load_model, trainable_tensors
-            from .session import caller_random_state_kept
+            from .random_state import caller_random_state_kept
 
             # building a module draws its initial weights before they are loaded
             with caller_random_state_kept(), trainable_tensors():
                 self._models[key] = content, load_model(folder, device, torch.float32)
         return self._models[key][1]
+
+    def _forget(self, resident: _Resident) -> None:
+        """Let go of a model that someone else may still use, and of every task that has it."""
+        self._models = {key: entry for key, entry in self._models.items() if entry[1] is not resident.model}
+        for key in [key for key, other in self._residents.items() if other.model is resident.model]:
+            del self._residents[key]
 
     def _teacher_model(self, task: InnerTask) -> LoadedModel:
         assert task.built.teacher is not None  # `check_recipe` refuses what needs one without

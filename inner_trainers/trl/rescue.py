@@ -1,0 +1,81 @@
+"""Decides what a round does about a fault, keeps the weights that takes, and remembers what was done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..base import Failure
+from ..fault_policy import RETRY_FACTOR, FaultPolicy
+from .snapshots import Snapshots, clear_optimizer
+
+
+class Rescue:
+    """The responses of one round; `FaultPolicy` describes them.
+
+    Args:
+        policy: which response fits which fault.
+        start: the weights the round starts from, by name.
+
+    Attributes:
+        rescued: faults after which the round went on or ended with earlier weights.
+        history: what was done about each, for `checkpoint_id`.
+        flags: a sentence for each.
+        rolled_back_to: steps that the weights have had with which the round ends; None when those are its last.
+    """
+
+    def __init__(self, policy: FaultPolicy, start: Mapping[str, torch.Tensor]) -> None:
+        self._policy = policy
+        self._snapshots = Snapshots(start) if policy.keeps_weights else None
+        self._retries = 0
+        self.rescued: list[Failure] = []
+        self.history: list[str] = []
+        self.flags: list[str] = []
+        self.rolled_back_to: int | None = None
+
+    def before_update(self, step: int, trainer: Any) -> None:
+        """Keep the weights that optimiser step ``step`` (from 1) is about to change."""
+        if self._snapshots is not None:
+            self._snapshots.take(step - 1, trainer)
+
+    def step_was_fine(self) -> None:
+        """Call the weights good that the step's loss was computed from."""
+        if self._snapshots is not None:
+            self._snapshots.confirm()
+
+    def respond(self, fault: Failure, steps_left: int, unwound: bool) -> str:
+        """Return ``"stop"``, ``"rollback"`` or ``"retry"``, and note the latter two.
+
+        Args:
+            fault: what happened.
+            steps_left: optimiser steps that are left to do.
+            unwound: whether training has ended, so that it cannot go on.
+        """
+        response = self._policy.response(fault.kind, self._retries, unwound or steps_left <= 0)
+        good = None if self._snapshots is None else self._snapshots.good
+        if good is None or (response == "rollback" and good.step == 0):
+            return "stop"
+        if response == "stop":
+            return response
+        self.rescued.append(fault)
+        self.history.append(f"{response} at {fault.step} to {good.step}: {fault.kind}")
+        if response == "retry":
+            self._retries += 1
+            done = f"went on from the weights after step {good.step} with {RETRY_FACTOR:g} times the learning rate"
+        else:
+            self.rolled_back_to = good.step
+            done = f"ended with the weights after step {good.step}"
+        self.flags.append(f"rescued from {fault.kind}: {fault.evidence}; the round {done}")
+        return response
+
+    def restore(self, trainer: Any) -> None:
+        """Put the last good weights back into the model."""
+        assert self._snapshots is not None  # `respond` answers "stop" without
+        self._snapshots.restore(trainer)
+
+    def restart(self, trainer: Any) -> None:
+        """Put the last good weights back, and let the optimiser begin anew."""
+        self.restore(trainer)
+        clear_optimizer(trainer)
