@@ -13,10 +13,12 @@ import torch
 from trl import SFTTrainer
 
 from posttrain_gym.inner_trainers.base import Checkpoint
+from posttrain_gym.inner_trainers.fault_policy import FaultPolicy
 from posttrain_gym.inner_trainers.recipe import Recipe
 from posttrain_gym.inner_trainers.testing import TinyTask
 from posttrain_gym.inner_trainers.trl import models as models_module
 from posttrain_gym.inner_trainers.trl.grpo import MeteredGRPOTrainer
+from posttrain_gym.inner_trainers.trl.memory import memory_in_use
 from posttrain_gym.inner_trainers.trl.sft import MeteredSFTTrainer
 from posttrain_gym.inner_trainers.trl.trainer import TrlTrainer
 from tests.trl_fixtures import *  # noqa: F403
@@ -243,8 +245,9 @@ def test_a_trainer_that_cannot_be_built_is_a_failed_round(
         (lambda: "1.0", "returned '1.0'; expected a finite number"),
         (lambda: 10**400, "; expected a finite number"),
         (lambda: torch.tensor([1.0]), "returned tensor([1.]); expected a finite number"),
+        (lambda: [1.0], "returned [1.0]; expected a finite number"),
     ],
-    ids=["raises", "exits", "memory", "none", "nan", "inf", "text", "huge", "vector"],
+    ids=["raises", "exits", "memory", "none", "nan", "inf", "text", "huge", "vector", "list"],
 )
 def test_a_verifier_that_fails_is_named_with_its_row(
     verdict: Callable[[], Any], evidence: str, trainer: TrlTrainer, folder: Path, live_models: Callable[[], int]
@@ -338,11 +341,88 @@ def test_a_batch_that_was_not_used_fails_the_round(task: TinyTask, monkeypatch: 
     assert report.failure.evidence == "16 sequences were trained on, asked for 32"
 
 
-def test_grpo_without_any_signal_says_so(folder: Path) -> None:
-    trainer = TrlTrainer()
-    for reward, flagged in ((lambda row, text: 0.0, True), (graded, False)):
-        task = TinyTask(folder, verifier=reward)
-        session = trainer.begin(task, Recipe("grpo", {"good": 1.0}, steps=3, batch_size=16), trainer.base(task), 0)
-        session.advance()
-        report, _ = session.result()
-        assert any(flag.startswith("no signal: in all 3 steps") for flag in report.flags) is flagged
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo", "ppo"])
+def test_a_round_without_any_signal_fails(algorithm: str, trainer: TrlTrainer, folder: Path) -> None:
+    recipe = grpo(algorithm=algorithm, steps=3, batch_size=16)
+    report, checkpoint = run(trainer, TinyTask(folder, verifier=lambda row, text: 0.25), recipe)
+    assert checkpoint is None
+    assert report.failure is not None
+    assert (report.failure.cause, report.failure.kind, report.failure.step) == ("algorithm_mismatch", "no_signal", 3)
+    assert report.failure.evidence.startswith("no signal: in all 3 steps the completions of every prompt had equal")
+    report, _ = run(trainer, TinyTask(folder, verifier=graded), recipe)
+    assert report.failure is None
+
+
+def test_steps_without_signal_are_counted_from_the_start(folder: Path) -> None:
+    calls: list[str] = []
+
+    def verifier(row: Mapping[str, Any], completion: str) -> float:
+        calls.append(completion)
+        return 0.0 if len(calls) <= 16 else graded(row, completion)  # 8 completions a step: steps 1 and 2
+
+    task = TinyTask(folder, verifier=verifier)
+    report, _ = run(TrlTrainer(fault_policy=FaultPolicy(no_signal_steps=3)), task, grpo())
+    assert (report.steps, report.failure) == (4, None)
+    assert [row["groups_without_spread"] for row in report.curves[:2]] == [1.0, 1.0]
+    calls.clear()
+    report, checkpoint = run(TrlTrainer(fault_policy=FaultPolicy(no_signal_steps=2)), task, grpo())
+    assert report.failure is not None and checkpoint is None
+    assert (report.failure.kind, report.failure.step, report.steps) == ("no_signal", 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "evidence"),
+    [
+        ("max_steps", 5, "the trainer used steps 5, asked for 4"),
+        ("max_grad_norm", 0.5, "the trainer used max_grad_norm 0.5, asked for 1.0"),
+        ("weight_decay", 0.1, "the trainer used weight_decay 0.1, asked for 0.0"),
+        ("temperature", 0.5, "the trainer used temperature 0.5, asked for 1.0"),
+        ("num_generations", 8, "the trainer used num_generations 8, asked for 4"),
+        ("beta", 0.3, "the trainer used kl_coef 0.3, asked for 0.0"),
+        ("epsilon_low", 0.3, "the trainer used clip_range 0.3, asked for 0.2"),
+    ],
+)
+def test_a_setting_that_the_trainer_did_not_hold_fails_the_round(
+    attribute: str, value: float, evidence: str, trainer: TrlTrainer, task: TinyTask
+) -> None:
+    session = trainer.begin(task, grpo(), trainer.base(task), 3)
+    session.advance(1)
+    holder = session._trainer if hasattr(session._trainer, attribute) else session._trainer.args
+    setattr(holder, attribute, value)
+    report, checkpoint = session.result()
+    assert checkpoint is None and report.failure is not None
+    assert (report.failure.cause, report.failure.kind, report.failure.step) == ("environment", "setting_not_used", 1)
+    assert report.failure.evidence == evidence
+
+
+def test_memory_in_use_is_reported_and_limited(trainer: TrlTrainer, task: TinyTask, sft_weights: Weights) -> None:
+    report, _ = run(trainer, task, sft())
+    assert report.peak_memory_bytes is not None and report.peak_memory_bytes > 10**8  # torch alone is larger
+    enough = report.peak_memory_bytes + 2**28
+    limited = TrlTrainer(fault_policy=FaultPolicy(max_memory_bytes=enough))
+    assert equal(trained(limited, task, sft()), sft_weights)
+    report, checkpoint = run(TrlTrainer(fault_policy=FaultPolicy(max_memory_bytes=10**6)), task, sft())
+    assert checkpoint is None and report.failure is not None
+    assert (report.failure.cause, report.failure.kind, report.failure.step) == ("resources", "memory_limit", 1)
+    assert report.failure.evidence.endswith(" bytes of memory were in use, above 1000000")
+
+
+def test_memory_is_given_back_after_an_out_of_memory_round(
+    trainer: TrlTrainer, task: TinyTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resident() -> int:
+        used = memory_in_use(torch.device("cpu"))
+        assert used is not None
+        return used
+
+    def hold_and_run_out() -> Any:
+        ballast = torch.ones(2**26)  # 256 MiB that only the frame of the exception holds
+        raise torch.OutOfMemoryError(f"out of memory beside {ballast.numel()}")
+
+    run(trainer, task, sft())
+    before = resident()
+    with monkeypatch.context() as patch:
+        patch.setattr(MeteredSFTTrainer, "compute_loss", failing(hold_and_run_out))
+        report, _ = run(trainer, task, sft())
+    assert report.failure is not None and report.failure.kind == "oom"
+    assert resident() - before < 2**26
