@@ -78,27 +78,38 @@ def worked(question: str) -> list[dict[str, str]]:
     ]
 
 
+def split_of(question: str) -> str:
+    """Return the split a question's text puts it in: ``train`` for eight in ten, else ``validation`` or ``test``."""
+    place = zlib.crc32(question.encode()) % 10
+    return ("validation", "test")[place] if place < 2 else "train"
+
+
 @cache
 def questions(dimension: str, split: str) -> tuple[str, ...]:
-    """Return every question of a dimension and split (``train``, ``validation`` or ``test``), in a fixed order.
-
-    A question's split is decided by its text, so no question is in two.
-    """
+    """Return every question of a dimension and split, in a fixed order; there are 648,000 sums to train on."""
     sign, low, high = _OPERANDS[dimension]
-    found = []
-    for left in range(low, high + 1):
-        for right in range(low, high + 1):
-            question = f"{left}{sign}{right}?"
-            place = zlib.crc32(question.encode()) % 10
-            if ("validation", "test")[place] == split if place < 2 else split == "train":
-                found.append(question)
-    return tuple(found)
+    numbers = range(low, high + 1)
+    every = (f"{left}{sign}{right}?" for left in numbers for right in numbers)
+    return tuple(question for question in every if split_of(question) == split)
 
 
 def draw_questions(dimension: str, split: str, count: int, rng: np.random.Generator) -> list[str]:
-    """Draw different questions of one dimension and split."""
-    pool = questions(dimension, split)
-    return [pool[i] for i in rng.choice(len(pool), count, replace=False).tolist()]
+    """Draw different questions of one dimension and split, without listing them all.
+
+    Args:
+        dimension: one of `DIMENSIONS`.
+        split: ``train``, ``validation`` or ``test``.
+        count: how many; at most a third of those there are, so that few draws are in vain.
+        rng: decides which.
+    """
+    sign, low, high = _OPERANDS[dimension]
+    drawn: dict[str, None] = {}
+    while len(drawn) < count:
+        left, right = rng.integers(low, high + 1, 2).tolist()
+        question = f"{left}{sign}{right}?"
+        if split_of(question) == split:
+            drawn[question] = None
+    return list(drawn)
 
 
 class CalculatorTask(InnerTask):
