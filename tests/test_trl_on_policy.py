@@ -217,11 +217,13 @@ def test_a_step_that_uses_a_batch_again_shows_its_reward(recipe: Recipe, trainer
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
-def test_no_signal_is_flagged_when_batches_are_used_again(algorithm: str, trainer: TrlTrainer, folder: Path) -> None:
-    never = TinyTask(folder, verifier=lambda row, text: 0.0)
-    report, _ = run(trainer, never, grpo(algorithm=algorithm, num_iterations=2))
-    said = [*report.flags, *([] if report.failure is None else [report.failure.evidence])]
-    assert [text for text in said if text.startswith("no signal: in all 4 steps")]
+@pytest.mark.parametrize("verifier", [lambda row, text: 0.0, lambda row, text: float(row["answer"] > "d")])
+def test_no_signal_is_seen_when_batches_are_used_again(
+    algorithm: str, verifier: Any, trainer: TrlTrainer, folder: Path
+) -> None:
+    """Rewards that differ between prompts alone are none: completions are compared with those of the same prompt."""
+    report, _ = run(trainer, TinyTask(folder, verifier=verifier), grpo(algorithm=algorithm, num_iterations=2))
+    assert report.failure is not None and report.failure.kind == "no_signal"
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,6 @@ from .on_policy import MeteredRollouts, policy_mask, prompt_dataset, reward_func
 from .session import Meter
 from .value import ValueHead, ValueModel, chosen_in, hidden_states_noted, trunk_of
 
-NO_SIGNAL = (
-    "no signal: every completion of the round had the same reward, so nothing could be learned from it; the task is "
-    "too hard or too easy here, or the verifier is constant"
-)
-"""The flag of a round whose rewards never differed."""
-
 
 class PPOConfig(GRPOConfig):  # type: ignore[misc]
     """`GRPOConfig` for one completion per prompt; ``num_generations`` is ignored."""
@@ -63,7 +57,6 @@ class PPOTrainer(MeteredRollouts, GRPOTrainer):  # type: ignore[misc]
     gae_lambda = 0.95
     vf_coef = 0.5
     clip_range_vf = 0.2
-    _first_score: float | None = None
 
     def keep_close_to(self, reference: Any, kl_coef: float) -> None:
         """Penalise the KL divergence to ``reference`` in the rewards; None is the model with its adapters off."""
@@ -108,7 +101,6 @@ class PPOTrainer(MeteredRollouts, GRPOTrainer):  # type: ignore[misc]
         advantages = generalised_advantages(rewards, values, mask, self.gamma, self.gae_lambda)
         returns = advantages + values
         chosen = mask > 0
-        self._flag_equal_scores()
         metrics = self._metrics["train"]
         del metrics["frac_reward_zero_std"]  # groups of one never have spread
         metrics["advantage_std"].append(float(advantages[chosen].std(correction=0)))
@@ -119,14 +111,6 @@ class PPOTrainer(MeteredRollouts, GRPOTrainer):  # type: ignore[misc]
             metrics["explained_variance"].append(explained_variance(values, returns, mask))
             batch |= {"old_values": values, "returns": returns}
         return batch | {"advantages": whitened(advantages, mask)}
-
-    def _flag_equal_scores(self) -> None:
-        """Keep a flag in the report for as long as no completion was rewarded otherwise than the first."""
-        if self._first_score is None:
-            self._first_score = float(self._scores[0])
-            self.meter.flags.append(NO_SIGNAL)
-        if NO_SIGNAL in self.meter.flags and bool((self._scores != self._first_score).any()):
-            self.meter.flags.remove(NO_SIGNAL)
 
     def _old_values_and_divergence(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the values of the states before the first update, and log π − log π_ref: (B, T) each.
