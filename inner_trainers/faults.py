@@ -30,6 +30,7 @@ class FaultWatch:
         self._first_loss: float | None = None
         self._first_chosen: float | None = None
         self._steps_without_signal: int | None = 0  # None once rewards have differed
+        self._compares_groups = False
 
     def observe(
         self,
@@ -100,8 +101,8 @@ class FaultWatch:
         if not self._on_policy or self._steps_without_signal is None:
             return
         if groups_without_spread is not None:
-            differed = groups_without_spread < 1
-        elif reward_spread is not None:
+            self._compares_groups, differed = True, groups_without_spread < 1
+        elif reward_spread is not None and not self._compares_groups:
             differed = reward_spread != 0
         else:  # a step that uses a batch of completions again says nothing of its groups
             return
