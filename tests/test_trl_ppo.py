@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from posttrain_gym.inner_trainers.base import Checkpoint, Limit
+from posttrain_gym.inner_trainers.fault_policy import FaultPolicy
 from posttrain_gym.inner_trainers.recipe import Recipe
 from posttrain_gym.inner_trainers.testing import TinyTask
 from posttrain_gym.inner_trainers.trl.gae import generalised_advantages, token_rewards, whitened
@@ -413,6 +414,40 @@ def test_a_value_that_explodes_ends_the_round(trainer: TrlTrainer, folder: Any) 
     report, checkpoint = run(trainer, huge, ppo())
     assert checkpoint is None and report.failure is not None
     assert (report.failure.cause, report.failure.kind, report.failure.step) == ("hyperparameter", "diverged", 1)
+
+
+@pytest.mark.parametrize("critic", ["head", "model"])
+@pytest.mark.parametrize("uses", [1, 2])
+def test_a_retry_puts_the_critic_back_and_samples_anew(
+    critic: str, uses: int, folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = sampled_batches(monkeypatch)
+    critics: list[Weights] = []
+    original = PPOTrainer._with_advantages
+
+    def critic_noted(self: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        critics.append({name: value.clone() for name, value in self.critic.state_dict().items()})
+        return original(self, batch)
+
+    monkeypatch.setattr(PPOTrainer, "_with_advantages", critic_noted)
+    calls = [0]
+
+    def once_huge(row: Any, text: str) -> float:
+        calls[0] += 1
+        return 1e6 if calls[0] == 17 else graded(row, text)  # the first completion of the third batch
+
+    trainer = TrlTrainer(fault_policy=FaultPolicy(responses={"diverged": "retry"}))
+    recipe = ppo(critic=critic, num_iterations=uses, steps=8)
+    report, checkpoint = run(trainer, TinyTask(folder, verifier=once_huge), recipe)
+    assert report.failure is None and checkpoint is not None
+    assert (report.steps, [fault.step for fault in report.rescued]) == (8, [2 * uses + 1])
+    assert float(batches[2]["returns"].max()) > 1e5 > 1e2 > float(batches[3]["returns"].max())
+    if uses == 1:  # step 3 tells that the update of step 2 was bad: step 4 begins as step 2 did
+        assert len(batches) == 8
+        assert equal(critics[3], critics[1])
+        assert not equal(critics[3], critics[2]) and not equal(critics[4], critics[3])
+    else:  # steps 1-2, 3-4, 5 (ruined), 6 with a batch of its own, 7-8
+        assert len(batches) == 5
 
 
 @pytest.mark.gpu
