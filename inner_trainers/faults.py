@@ -134,7 +134,11 @@ def failure_from_exception(error: BaseException, step: int) -> Failure:
         return failure("time_limit", step, str(error)[:300])
     if isinstance(error, MemoryLimitError):
         return failure("memory_limit", step, str(error)[:300])
-    if isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in _OUT_OF_MEMORY):
+    if (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or any(sign in str(error).lower() for sign in _OUT_OF_MEMORY)
+    ):
         return failure("oom", step, text)
     if isinstance(error, RuntimeError) and "probability tensor contains" in str(error):
         # `torch.multinomial` met non-finite logits: the policy's weights are ruined, which its loss did not show

@@ -158,6 +158,7 @@ def test_the_spread_of_the_batch_decides_where_nothing_is_compared_in_groups() -
         (TimeLimitError("evaluation", 1.0, True), "time_limit"),
         (MemoryLimitError("m"), "memory_limit"),
         (MemoryError(), "oom"),
+        (type("OutOfMemoryError", (RuntimeError,), {})("whatever it says"), "oom"),  # torch's, known by its name
         (RuntimeError("CUDA out of memory. Tried"), "oom"),
         (RuntimeError("probability tensor contains either `inf`"), "diverged"),
         (ValueError("v"), "trainer_raised"),
