@@ -172,6 +172,8 @@ def test_adapters_train_in_a_model_that_holds_its_weights_transposed(trainer: Tr
     twice = trained(trainer, gpt2, stacked(recipe), Checkpoint("one", kept, 1))
     torch.testing.assert_close(logits(trainer, gpt2, twice), logits(trainer, gpt2, merge(twice)))
     assert not torch.equal(logits(trainer, gpt2, twice), logits(trainer, gpt2, kept))
+    whole = trained(trainer, gpt2, preference("kto"), Checkpoint("one", kept, 1))
+    assert equal(whole, trained(trainer, gpt2, preference("kto"), Checkpoint("one", merge(kept), 1)))
 
 
 def test_a_saved_recipe_run_holds_the_sum(
