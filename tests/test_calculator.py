@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -243,18 +244,28 @@ def test_rounds_move_the_test_score(recipe: Recipe, gain: float, trainer: TrlTra
     assert after - before > gain if gain > 0 else after - before < gain
 
 
-def test_it_runs_in_the_environment() -> None:
-    made = gym.make("PostTrain/Recipe-v0", task="calculator", evaluator={"seeds": (0,), "samples_per_seed": 2, "k": 2})
+def test_it_runs_in_the_environment(trainer: TrlTrainer) -> None:
+    evaluator = {"seeds": (0,), "samples_per_seed": 2, "k": 2}
+    made: Any = gym.make("PostTrain/Recipe-v0", task="calculator", evaluator=evaluator)
     env = made.unwrapped
     env.reset(seed=3)
+    names = env.space.algorithms
+    legal = dict(zip(names, env.action_masks()[1 : 1 + len(names)].tolist(), strict=True))
+    assert {name for name, there in legal.items() if there} == {"grpo", "ppo", "sft"}
     for algorithm, source in (("sft", "worked"), ("grpo", "practice")):
-        recipe = env.space.recipe(  # type: ignore[attr-defined]
+        recipe = env.space.recipe(
             algorithm, mix={source: 1.0}, learning_rate=1e-3, steps=10, batch_size=16, num_generations=4
         )
-        action = env.encode_recipe(recipe)  # type: ignore[attr-defined]
-        *_, info = env.step(action)
+        *_, info = env.step(env.encode_recipe(recipe))
         assert (info["round"]["ended"], info["round"]["failure"]) == ("finished", None)
         assert info["round"]["recipe"]["algorithm"] == algorithm
+    env.action_space.seed(0)
+    checked = 0
+    while checked < 100:
+        sampled = env.space.decode(env.action_space.sample())
+        if sampled is not None and legal[sampled.algorithm]:
+            trainer.check(env.search.task, env.search.fitted(sampled))
+            checked += 1
     made.close()
 
 
