@@ -11,7 +11,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+from posttrain_gym.envs.budget import Budget
+from posttrain_gym.envs.decision_space import DecisionSpace
 from posttrain_gym.envs.journal import Journal
+from posttrain_gym.envs.search import Search
 from posttrain_gym.experiments import run_recipe as run_recipe_module
 from posttrain_gym.experiments.run_recipe import run_recipe
 from posttrain_gym.inner_trainers.base import Checkpoint
@@ -135,6 +138,32 @@ def test_the_journal_keeps_stacked_weights(trainer: TrlTrainer, pairs: PairTask,
     after = trained(trainer, pairs, later, Checkpoint(checkpoint.id, read, 1))
     assert equal(after, trained(trainer, pairs, later, checkpoint))
     journal.close()
+
+
+def test_a_search_that_was_killed_goes_on_from_stacked_weights(
+    trainer: TrlTrainer, pairs: PairTask, tmp_path: Path
+) -> None:
+    fixed = {"lora_adapter": "stack", "lora_rank": 2, "batch_size": 4, "gradient_accumulation": 1, "steps": 3}
+    space = DecisionSpace(("dpo",), ("pairs",), {"dpo": ("pairs",)}, parameters={}, fixed=fixed)
+    recipes = [Recipe.from_dict({"algorithm": "dpo", "mix": {"pairs": 1.0}, "start": "latest", **fixed})] * 3
+
+    def search(folder: str) -> Search:
+        budget = Budget(1e9, max_rounds=5, patience=5)
+        return Search(pairs, trainer, space, budget, seed=3, journal=Journal(tmp_path / folder))
+
+    whole = search("whole")
+    for recipe in recipes:
+        whole.run(recipe)
+    killed = search("killed")
+    for recipe in recipes[:2]:
+        killed.run(recipe)
+    del killed
+    again = search("killed")
+    assert [again.run(recipe).replayed for recipe in recipes] == [True, True, False]
+    last = again.weights_of("latest")
+    assert (last.depth, len(unstack(last.weights)[1])) == (3, 3 * LINEAR_LAYERS)
+    assert last.id == whole.weights_of("latest").id
+    assert equal(last.weights, whole.weights_of("latest").weights)
 
 
 def test_the_reference_of_a_lora_round_is_the_sum_it_starts_from(trainer: TrlTrainer, pairs: PairTask) -> None:
