@@ -44,7 +44,8 @@ class PPOTrainer(MeteredRollouts, GRPOTrainer):  # type: ignore[misc]
     Attributes:
         critic: a `ValueHead` on the policy's trunk, whose forward pass it shares and which its gradient reaches; a
             `ValueModel`; or None. Set before training begins.
-        kl_coef: weight of the penalty ``kl_coef · (log π − log π_ref)`` in each token's reward.
+        kl_coef: weight of the penalty ``kl_coef · (log π − log π_ref)`` in each token's reward; above 0 only after
+            `keep_close_to`.
         gamma: discount per token.
         gae_lambda: λ of the advantages. These three are read for each sampled batch.
         vf_coef: weight of the value loss.
