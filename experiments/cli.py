@@ -270,7 +270,7 @@ def tasks(
 ) -> None:
     """List the built-in tasks, or show one instance: base, sources, benchmark."""
     from ..inner_trainers.tasks import BUILT_IN, resolve_task
-    from ..inner_trainers.tasks.base import distinct_rows
+    from ..inner_trainers.tasks.rows import distinct_rows
 
     if not task:
         rows = []

@@ -11,7 +11,8 @@ import pytest
 from posttrain_gym.inner_trainers.chat import ChatFormat
 from posttrain_gym.inner_trainers.evaluation import Evaluator
 from posttrain_gym.inner_trainers.recipe import Recipe
-from posttrain_gym.inner_trainers.tasks.base import Chat, InnerTask, Source, distinct_rows
+from posttrain_gym.inner_trainers.tasks.base import Chat, InnerTask, Source
+from posttrain_gym.inner_trainers.tasks.rows import distinct_rows
 from posttrain_gym.inner_trainers.tasks.turns import plain_turns
 from posttrain_gym.inner_trainers.trl.trainer import TrlTrainer
 from tests.chat_rounds import LINES, ChatTask, chat_tokenizer, said, write_chat_checkpoint

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,25 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..messages import did_you_mean, require_integer, require_number, where_raised
-from .turns import check_turns, user_texts
+from .rows import ROW_COLUMNS, canonical, check_columns, has_turns, leaks
+from .rows import Row as Row
 
 if TYPE_CHECKING:
     from ..base import InnerTrainer
 
-Row = Mapping[str, Any]
 Verifier = Callable[[Row, str], float]
-
-ROW_COLUMNS: Mapping[str, tuple[str, ...]] = {
-    "demonstrations": ("prompt", "completion"),
-    "preferences": ("prompt", "chosen", "rejected"),
-    "prompts": ("prompt",),
-    "text": ("text",),
-}
-"""Kinds of training rows, with the columns each must have. ``prompts`` rows also need the source's verifier.
-
-A demonstrations row may have ``messages`` in place of prompt and completion, and ``chosen`` and ``rejected`` may be a
-list with the assistant's turn in place of text, when the task says how turns are written (`InnerTask.chat`).
-"""
 
 SPLITS = ("validation", "test")
 
@@ -71,30 +58,9 @@ class Source:
                     raise ValueError(
                         f"source {self.name!r}, {kind} row {number}: expected columns with values, got {row!r}."
                     )
-                _check_columns(f"source {self.name!r}, {kind} row {number}", kind, row)
+                check_columns(f"source {self.name!r}, {kind} row {number}", kind, row)
         if "prompts" in self.rows and self.verifier is None:
             raise ValueError(f"source {self.name!r}: prompts rows need a verifier.")
-
-
-def _check_columns(where: str, kind: str, row: Row) -> None:
-    if kind == "demonstrations" and "messages" in row:
-        both = [column for column in ROW_COLUMNS[kind] if column in row]
-        if both:
-            raise ValueError(f"{where}: it has messages and {' and '.join(both)}; keep one of the two.")
-        check_turns(where, row["messages"])
-        return
-    for column in ROW_COLUMNS[kind]:
-        value = row.get(column)
-        if column in ("chosen", "rejected") and isinstance(value, Sequence) and not isinstance(value, str):
-            check_turns(f"{where}, column {column!r}", value, answer_only=True)
-        elif not isinstance(value, str):
-            raise ValueError(f"{where}: column {column!r} must be text, got {value!r} ({type(value).__name__}).")
-
-
-def _has_turns(kind: str, row: Row) -> bool:
-    return kind in ("demonstrations", "preferences") and not all(
-        isinstance(row.get(column), str) for column in ROW_COLUMNS[kind]
-    )
 
 
 @dataclass(frozen=True)
@@ -319,7 +285,7 @@ class BuiltTask:
             if source.name in sources:
                 raise ValueError(f"task {task.name!r}: two sources are called {source.name!r}.")
             clean = {
-                kind: [row for row in rows if not _leaks(kind, row, held_out)] for kind, rows in source.rows.items()
+                kind: [row for row in rows if not leaks(kind, row, held_out)] for kind, rows in source.rows.items()
             }
             removed = sum(len(source.rows[kind]) - len(rows) for kind, rows in clean.items())
             if removed:
@@ -327,27 +293,27 @@ class BuiltTask:
                 source = replace(source, rows={k: r for k, r in clean.items() if r})
             sources[source.name] = source
             plain = {k: list(map(dict, r)) for k, r in source.rows.items()}
-            digest.update(_canonical([source.name, source.verifier_version, plain]))
+            digest.update(canonical([source.name, source.verifier_version, plain]))
         if not sources:
             raise ValueError(f"task {task.name!r}: it has no sources.")
         for split in SPLITS:
             for item in benchmark.items(split):
-                digest.update(_canonical([split, item.prompt, item.dimension, dict(item.data)]))
-        digest.update(_canonical([dict(benchmark.weights), benchmark.max_new_tokens]))
+                digest.update(canonical([split, item.prompt, item.dimension, dict(item.data)]))
+        digest.update(canonical([dict(benchmark.weights), benchmark.max_new_tokens]))
         if benchmark.scorer_version:
-            digest.update(_canonical(["scorer", benchmark.scorer_version]))
+            digest.update(canonical(["scorer", benchmark.scorer_version]))
         checkpoint = _digests_of_files(Path(_asked(task, "base_checkpoint", (str, Path))))
         digest.update(checkpoint)
         teacher = _asked(task, "teacher_checkpoint", (str, Path, type(None)))
         teacher_hash = ""
         if teacher is not None:
             files = _digests_of_files(Path(teacher))
-            digest.update(_canonical(["teacher"]) + files)
+            digest.update(canonical(["teacher"]) + files)
             teacher_hash = hashlib.sha256(files).hexdigest()[:16]
         chat = _asked(task, "chat", (Chat, type(None)))
         if chat is not None:
             written = [chat.template, chat.system, chat.tool_version, chat.max_turns, chat.max_tool_tokens]
-            digest.update(_canonical(["chat", *written]))
+            digest.update(canonical(["chat", *written]))
         else:
             _refuse_turns(task.name, sources)
         return cls(
@@ -362,33 +328,10 @@ class BuiltTask:
         )
 
 
-def _canonical(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, default=_plain).encode()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, set | frozenset):
-        return sorted(map(repr, value))  # their own order differs between processes
-    if f" at {hex(id(value))}" in str(value):
-        raise ValueError(
-            f"task data: a {type(value).__name__} cannot be hashed, because it shows as a memory address; "
-            "keep plain values in rows and items, or give its class a __repr__."
-        )
-    return str(value)
-
-
 def _digests_of_files(folder: Path) -> bytes:
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     # downloads keep folders of their own beside the weights
     return b"".join(f.name.encode() + hashlib.sha256(f.read_bytes()).digest() for f in files if f.is_file())
-
-
-def _leaks(kind: str, row: Row, held_out: set[str]) -> bool:
-    if kind == "text":
-        return any(prompt in row["text"] for prompt in held_out)
-    if "messages" in row and kind == "demonstrations":
-        return not held_out.isdisjoint(user_texts(row["messages"]))
-    return row["prompt"] in held_out
 
 
 def _refuse_turns(task: str, sources: Mapping[str, Source]) -> None:
@@ -396,16 +339,11 @@ def _refuse_turns(task: str, sources: Mapping[str, Source]) -> None:
     for name, source in sources.items():
         for kind, rows in source.rows.items():
             for number, row in enumerate(rows, start=1):
-                if _has_turns(kind, row):
+                if has_turns(kind, row):
                     raise ValueError(
                         f"task {task!r}: source {name!r}, {kind} row {number} holds turns, so the task must say how "
                         "they are written; return Chat() from `chat()` for the template saved with the tokenizer."
                     )
-
-
-def distinct_rows(rows: Sequence[Row]) -> int:
-    """Return how many different rows there are."""
-    return len({_canonical(dict(row)) for row in rows})
 
 
 class TaskFamily(ABC):

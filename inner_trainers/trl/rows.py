@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..chat import ChatFormat
 from ..recipe import Recipe
-from ..tasks.base import InnerTask, distinct_rows
+from ..tasks.base import InnerTask
+from ..tasks.rows import distinct_rows
 from . import data, preferences
 from .algorithms import AlgorithmSpec, Lengths, replayed_sources
 
