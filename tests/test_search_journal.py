@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,11 @@ def test_weights_come_back_with_their_kinds(tmp_path: Path) -> None:
     assert journal.weights("o") is None and journal.weights("none") is None
 
 
+def graded(row: Mapping[str, Any], completion: str) -> float:
+    """A reward with spread on a model that has learnt little."""
+    return sum(map(ord, completion)) % 7 / 7
+
+
 def real_episode(task: TinyTask, folder: Path | None, rounds: int) -> PostTrainingEnv:
     """Returns an environment after real TRL rounds on a tiny checkpoint: SFT, SFT on top, GRPO on top."""
     env = PostTrainingEnv(
@@ -308,7 +314,7 @@ def real_episode(task: TinyTask, folder: Path | None, rounds: int) -> PostTraini
 
 
 def test_real_weights_are_made_again_bit_for_bit(tmp_path: Path) -> None:
-    task = TinyTask(write_tiny_checkpoint(tmp_path / "model"))
+    task = TinyTask(write_tiny_checkpoint(tmp_path / "model"), verifier=graded)
     unbroken = real_episode(task, None, 3)
     real_episode(task, tmp_path / "kept", 2)
     real_episode(task, tmp_path / "lost", 2)

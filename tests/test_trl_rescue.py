@@ -12,7 +12,9 @@ import torch
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
+from posttrain_gym.envs.post_training import PostTrainingEnv
 from posttrain_gym.inner_trainers.base import Checkpoint
+from posttrain_gym.inner_trainers.evaluation import Evaluator
 from posttrain_gym.inner_trainers.fault_policy import FaultPolicy
 from posttrain_gym.inner_trainers.recipe import Adjustment, Recipe
 from posttrain_gym.inner_trainers.testing import TinyTask
@@ -317,8 +319,17 @@ def test_weights_are_copied_only_when_a_response_needs_them(
     taken: list[int] = []
     copied: list[int] = []
     take, copies = Snapshots.take, Snapshots._copies
-    monkeypatch.setattr(Snapshots, "take", lambda self, step, t: (taken.append(step), take(self, step, t))[1])
-    monkeypatch.setattr(Snapshots, "_copies", lambda self, t: (copied.append(1), copies(self, t))[1])
+
+    def noting_take(self: Snapshots, step: int, trainer: Any) -> None:
+        taken.append(step)
+        take(self, step, trainer)
+
+    def noting_copies(self: Snapshots, trainer: Any) -> tuple[torch.Tensor, ...]:
+        copied.append(1)
+        return copies(self, trainer)
+
+    monkeypatch.setattr(Snapshots, "take", noting_take)
+    monkeypatch.setattr(Snapshots, "_copies", noting_copies)
     run(trainer, task, sft())
     assert taken == []
     _, checkpoint = run(rescuing("rollback"), task, sft())
@@ -330,3 +341,65 @@ def test_weights_are_copied_only_when_a_response_needs_them(
 def test_a_policy_belongs_to_the_results(task: TinyTask) -> None:
     assert TrlTrainer().fingerprint != rescuing("rollback").fingerprint
     assert rescuing("retry").fingerprint["fault_policy"]["responses"] == {"diverged": "retry"}
+
+
+# In a search ---------------------------------------------------------------------------------------------------------
+
+
+def search_env(task: TinyTask, response: str, folder: Path | None = None) -> PostTrainingEnv:
+    policy = FaultPolicy({"diverged": response, "oom": response})
+    evaluator = Evaluator(seeds=(0,), samples_per_seed=2, k=2)
+    trainer = TrlTrainer(evaluator, fault_policy=policy)
+    env = PostTrainingEnv(task, trainer=trainer, budget={"limit": 1e6}, journal=folder)
+    env.reset(seed=3)
+    return env
+
+
+def a_round(env: PostTrainingEnv) -> tuple[float, dict[str, Any]]:
+    recipe = env.space.recipe("sft", mix={"good": 1.0}, steps=10, batch_size=16, learning_rate=3e-3)
+    _, reward, _, _, info = env.step(env.encode_recipe(recipe))
+    facts: dict[str, Any] = info["round"]
+    return float(reward), facts
+
+
+@pytest.mark.parametrize("response", ["stop", "rollback"])
+def test_no_weights_from_after_a_fault_are_ever_promoted(
+    response: str, task: TinyTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = search_env(task, response)
+    spoil(monkeypatch, (5,))
+    reward, facts = a_round(env)
+    assert math.isfinite(reward)
+    best = env.search.weights_of("latest")
+    if response == "stop":
+        assert (facts["failure"]["kind"], facts["failure"]["step"], facts["rescued"]) == ("diverged", 5, [])
+        assert best.id == env.search.weights_of("best").id == "base"
+        return
+    assert facts["failure"] is None
+    assert [(fault["kind"], fault["step"]) for fault in facts["rescued"]] == [("diverged", 5)]
+    assert best.id == facts["checkpoint"]
+    recipe = env.search.outcomes[0].report.recipe
+    trainer = TrlTrainer()
+    session = trainer.begin(task, recipe, trainer.base(task), env.search.outcomes[0].report.seed)
+    session.advance(3)
+    _, good = session.result()
+    assert good is not None
+    assert equal(best.weights, good.weights)
+
+
+@pytest.mark.parametrize("act", [None, raises(MemoryError)], ids=["nan", "oom"])
+def test_weights_of_a_rolled_back_round_are_made_again(
+    act: Any, task: TinyTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = search_env(task, "rollback", tmp_path)
+    with monkeypatch.context() as patch:
+        spoil(patch, (5,), act=act)
+        _, facts = a_round(env)
+    kept = {name: value.clone() for name, value in env.search.weights_of("latest").weights.items()}
+    for path in tmp_path.glob("checkpoints-0/*.safetensors"):
+        path.unlink()
+    again = search_env(task, "rollback", tmp_path)
+    _, replayed = a_round(again)
+    assert again.search.outcomes[0].replayed
+    assert repr(replayed) == repr(facts)  # a loss of NaN is not equal to itself
+    assert equal(again.search.weights_of("latest").weights, kept)
