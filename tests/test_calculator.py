@@ -275,3 +275,18 @@ def test_run_recipe_takes_it(tmp_path: Path) -> None:
     shown = run_recipe(path, "calculator", instance=0, seed=0, save=None)
     assert shown["failure"] is None
     assert shown["scores"]["test"]["after"] > shown["scores"]["test"]["before"] + 0.2
+
+
+@pytest.mark.gpu
+def test_conversations_run_on_a_gpu() -> None:
+    trainer, task = TrlTrainer(device="cuda"), CalculatorTask(16, 4)
+    recipe = Recipe("grpo", {"practice": 1.0}, steps=2, batch_size=16, num_generations=4, learning_rate=1e-4)
+    session = trainer.begin(task, recipe, trainer.base(task), 0)
+    session.advance()
+    report, checkpoint = session.result()
+    assert report.failure is None and checkpoint is not None
+    assert report.supervised_tokens == report.training_cost.generated_tokens > 0
+    card, cost = trainer.evaluate(task, checkpoint, "test")
+    bound = trainer.evaluation_cost_bound(task, "test")
+    assert 0 < cost.generated_tokens <= bound.generated_tokens and 0 < cost.scored_tokens <= bound.scored_tokens
+    assert 0.0 < card.score <= 1.0
