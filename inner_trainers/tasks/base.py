@@ -31,7 +31,7 @@ class Source:
         name: what recipes call it in their mix.
         rows: kind (a key of `ROW_COLUMNS`) -> rows.
         verifier: ``verifier(row, completion) -> reward`` for ``prompts`` rows; the completion is text without its end
-            token.
+            token, in a conversation the assistant's last turn.
         verifier_version: names the verifier's behaviour in the task's content hash, which sees rows and no code; change
             it when the verifier changes, or finished rounds are taken for equal.
     """
@@ -91,9 +91,9 @@ class Benchmark:
         weights: dimension -> weight; weights are > 0 and sum to 1.
         validation: items that drive the reward.
         test: items that only reports use.
-        score: ``score(item, completion) -> float in [0, 1]``.
+        score: ``score(item, completion) -> float in [0, 1]``; of a conversation it is given the assistant's last turn.
         well_formed: whether a completion has the asked form, right or wrong.
-        max_new_tokens: longest completion, in tokens.
+        max_new_tokens: longest completion, in tokens; in a conversation, of each assistant turn.
         scorer_version: names the behaviour of ``score`` and ``well_formed`` in the task's content hash, which sees
             items and no code; change it when they change, or finished rounds are taken for equal.
     """
