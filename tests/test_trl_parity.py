@@ -293,7 +293,7 @@ def test_other_weights_have_other_ids_and_equal_weights_equal_ones(trainer: TrlT
 
 def test_what_an_algorithm_ignores_changes_no_round(trainer: TrlTrainer, task: TinyTask) -> None:
     numbers = ("beta", "clip_range", "clip_range_vf", "entropy_coef", "gae_lambda", "gamma", "kl_coef", "min_reward")
-    changes = {name: 0.125 for name in (*numbers, "replay_share", "temperature", "vf_coef")}
+    changes: dict[str, Any] = {name: 0.125 for name in (*numbers, "replay_share", "temperature", "vf_coef")}
     changes |= {"num_generations": 2, "num_iterations": 2, "max_length": 512, "packing": True, "critic": "model"}
     for base in (sft(), grpo()):
         report, checkpoint = run(trainer, task, base)
