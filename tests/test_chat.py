@@ -294,6 +294,25 @@ def test_algorithms_without_a_tool_mask_are_refused_and_have_no_source(trainer: 
         )
 
 
+def test_algorithms_that_sample_plain_text_are_refused_where_prompts_are_turns(
+    trainer: TrlTrainer, folder: Path
+) -> None:
+    task = ChatTask(folder)
+    able = {name for name, spec in ALGORITHMS.items() if spec.sampled and trainer.usable_sources(task, name)}
+    assert {"grpo", "ppo", "rloo"} <= able
+    for name, spec in ALGORITHMS.items():
+        recipe = Recipe(name, {"talk": 1.0}, num_generations=4)
+        if spec.rows == "prompts" and not spec.needs_teacher and name not in able:
+            with pytest.raises(ValueError) as caught:
+                trainer.check(task, recipe)
+            assert str(caught.value) == (
+                f"algorithm: task 'chatty' writes prompts as turns, and {name} samples plain text only; "
+                f"algorithms that sample and can: {', '.join(sorted(able))}; those that train on rows are not concerned."
+            )
+        elif spec.rows in ("prompts", "demonstrations") and not spec.needs_teacher:
+            trainer.check(task, recipe)
+
+
 def test_an_sft_round_on_turns_is_trls_own_run(trainer: TrlTrainer, folder: Path) -> None:
     """Where the template ends a turn with the end token; what follows one, TRL would train on too."""
     rows = [

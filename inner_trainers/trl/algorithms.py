@@ -97,6 +97,7 @@ class AlgorithmSpec:
         grouped: whether it compares ``num_generations`` completions of one prompt with each other.
         needs_teacher: whether the task must have a teacher.
         adapters: whether it can train LoRA adapters.
+        chats: whether what it samples may be a turn of a conversation, written with the task's chat template.
         tools: whether conversations that it samples may go on after a tool's answer, whose tokens carry no gradient.
     """
 
@@ -112,6 +113,7 @@ class AlgorithmSpec:
     grouped: bool = False
     needs_teacher: bool = False
     adapters: bool = True
+    chats: bool = False
     tools: bool = False
 
     @property
@@ -245,6 +247,7 @@ ALGORITHMS = MappingProxyType(
                 sampled=True,
                 on_policy=True,
                 grouped=True,
+                chats=True,
                 tools=True,
             ),
             AlgorithmSpec(
@@ -283,6 +286,7 @@ ALGORITHMS = MappingProxyType(
                 step_tokens=_actor_critic,
                 sampled=True,
                 on_policy=True,
+                chats=True,
                 tools=True,
             ),
             AlgorithmSpec(
@@ -305,6 +309,7 @@ ALGORITHMS = MappingProxyType(
                 sampled=True,
                 on_policy=True,
                 grouped=True,
+                chats=True,
             ),
             AlgorithmSpec(
                 "sft",
@@ -347,12 +352,7 @@ def check_recipe(task: InnerTask, recipe: Recipe) -> AlgorithmSpec:
             f"algorithm: {spec.name} needs a teacher, and task {task.name!r} has none; "
             "`InnerTask.teacher_checkpoint` returns its folder."
         )
-    if not _can_hold_conversations(task, spec):
-        able = ", ".join(name for name, other in ALGORITHMS.items() if other.tools)
-        raise ValueError(
-            f"algorithm: task {task.name!r} has a tool, and {spec.name} cannot keep the tool's turns out of its loss; "
-            f"algorithms that sample and can: {able}; those that train on rows are not concerned."
-        )
+    _check_conversations(task, spec)
     sources = task.built.sources
     fitting = [name for name, source in sources.items() if spec.rows in source.rows]
     for name, weight in recipe.mix.items():
@@ -379,7 +379,21 @@ def check_recipe(task: InnerTask, recipe: Recipe) -> AlgorithmSpec:
 
 def _can_hold_conversations(task: InnerTask, spec: AlgorithmSpec) -> bool:
     chat = task.built.chat
-    return spec.tools or not spec.sampled or chat is None or chat.max_turns == 1
+    return not spec.sampled or chat is None or (spec.chats and (spec.tools or chat.max_turns == 1))
+
+
+def _check_conversations(task: InnerTask, spec: AlgorithmSpec) -> None:
+    if _can_hold_conversations(task, spec):
+        return
+    able = [name for name, other in ALGORITHMS.items() if other.sampled and _can_hold_conversations(task, other)]
+    if task.built.chat is not None and task.built.chat.max_turns > 1:
+        reason = f"has a tool, and {spec.name} cannot keep the tool's turns out of its loss"
+    else:
+        reason = f"writes prompts as turns, and {spec.name} samples plain text only"
+    raise ValueError(
+        f"algorithm: task {task.name!r} {reason}; algorithms that sample and can: {', '.join(able)}; "
+        "those that train on rows are not concerned."
+    )
 
 
 def replayed_sources(task: InnerTask) -> tuple[str, ...]:
