@@ -307,7 +307,8 @@ def test_algorithms_that_sample_plain_text_are_refused_where_prompts_are_turns(
                 trainer.check(task, recipe)
             assert str(caught.value) == (
                 f"algorithm: task 'chatty' writes prompts as turns, and {name} samples plain text only; "
-                f"algorithms that sample and can: {', '.join(sorted(able))}; those that train on rows are not concerned."
+                f"algorithms that sample and can: {', '.join(sorted(able))}; "
+                "those that train on rows are not concerned."
             )
         elif spec.rows in ("prompts", "demonstrations") and not spec.needs_teacher:
             trainer.check(task, recipe)

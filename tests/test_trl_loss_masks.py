@@ -17,6 +17,9 @@ from posttrain_gym.inner_trainers.trl.on_policy import policy_mask
 from posttrain_gym.inner_trainers.trl.session import Meter
 from posttrain_gym.inner_trainers.trl.trainer import TrlTrainer
 from tests.chat_rounds import LINES, ChatTask, said, write_chat_checkpoint
+from tests.trl_fixtures import live_models
+
+__all__ = ["live_models"]
 
 Gradients = dict[str, torch.Tensor]
 
@@ -279,6 +282,12 @@ def test_without_a_tool_there_is_no_mask_and_the_librarys_path_is_taken(trainer:
     )
     assert "tool_mask" not in batch
     session.close()
+
+
+def test_no_model_outlives_a_round_with_a_tool(trainer: TrlTrainer, live_models: Callable[[], int]) -> None:
+    for _ in range(2):
+        rollout_round(trainer, "grpo", lambda inner, batch: None, steps=1, kl_coef=0.1)
+        assert live_models() == 0
 
 
 @pytest.fixture(autouse=True)
