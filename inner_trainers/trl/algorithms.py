@@ -218,6 +218,7 @@ ALGORITHMS = MappingProxyType(
                 losses=("reverse_kl", "forward_kl", "jsd"),
                 sampled=True,
                 needs_teacher=True,
+                chats=True,
             ),
             AlgorithmSpec(
                 "dpo",
