@@ -298,8 +298,8 @@ def test_algorithms_that_sample_plain_text_are_refused_where_prompts_are_turns(
     trainer: TrlTrainer, folder: Path
 ) -> None:
     task = ChatTask(folder)
-    able = {name for name, spec in ALGORITHMS.items() if spec.sampled and trainer.usable_sources(task, name)}
-    assert {"grpo", "ppo", "rloo"} <= able
+    able = {name for name, spec in ALGORITHMS.items() if spec.chats}
+    assert {"distill", "grpo", "ppo", "rloo"} <= able
     for name, spec in ALGORITHMS.items():
         recipe = Recipe(name, {"talk": 1.0}, num_generations=4)
         if spec.rows == "prompts" and not spec.needs_teacher and name not in able:
