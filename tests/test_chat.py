@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from posttrain_gym.inner_trainers.faults import ToolFault, failure_from_exceptio
 from posttrain_gym.inner_trainers.recipe import Recipe
 from posttrain_gym.inner_trainers.tasks.base import Chat
 from posttrain_gym.inner_trainers.tasks.calculator import CalculatorTask
+from posttrain_gym.inner_trainers.trl import algorithms
 from posttrain_gym.inner_trainers.trl.algorithms import ALGORITHMS
 from posttrain_gym.inner_trainers.trl.data import draw_mix
 from posttrain_gym.inner_trainers.trl.trainer import TrlTrainer
@@ -295,23 +297,20 @@ def test_algorithms_without_a_tool_mask_are_refused_and_have_no_source(trainer: 
 
 
 def test_algorithms_that_sample_plain_text_are_refused_where_prompts_are_turns(
-    trainer: TrlTrainer, folder: Path
+    trainer: TrlTrainer, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = ChatTask(folder)
-    able = {name for name, spec in ALGORITHMS.items() if spec.chats}
-    assert {"distill", "grpo", "ppo", "rloo"} <= able
-    for name, spec in ALGORITHMS.items():
-        recipe = Recipe(name, {"talk": 1.0}, num_generations=4)
-        if spec.rows == "prompts" and not spec.needs_teacher and name not in able:
-            with pytest.raises(ValueError) as caught:
-                trainer.check(task, recipe)
-            assert str(caught.value) == (
-                f"algorithm: task 'chatty' writes prompts as turns, and {name} samples plain text only; "
-                f"algorithms that sample and can: {', '.join(sorted(able))}; "
-                "those that train on rows are not concerned."
-            )
-        elif spec.rows in ("prompts", "demonstrations") and not spec.needs_teacher:
-            trainer.check(task, recipe)
+    task, sampling_ones = ChatTask(folder), [name for name, spec in ALGORITHMS.items() if spec.rows == "prompts"]
+    assert [name for name in sampling_ones if not ALGORITHMS[name].chats] == []
+    plain = {name: replace(spec, chats=name != "rloo" and spec.chats) for name, spec in ALGORITHMS.items()}
+    monkeypatch.setattr(algorithms, "ALGORITHMS", plain)
+    assert algorithms.usable_sources(task, plain["rloo"]) == ()
+    assert algorithms.usable_sources(task, plain["grpo"]) == ("talk",)
+    with pytest.raises(ValueError) as caught:
+        trainer.check(task, Recipe("rloo", {"talk": 1.0}, num_generations=4))
+    assert str(caught.value) == (
+        "algorithm: task 'chatty' writes prompts as turns, and rloo samples plain text only; "
+        "algorithms that sample and can: distill, grpo, ppo, rft; those that train on rows are not concerned."
+    )
 
 
 def test_an_sft_round_on_turns_is_trls_own_run(trainer: TrlTrainer, folder: Path) -> None:

@@ -299,6 +299,7 @@ ALGORITHMS = MappingProxyType(
                 step_tokens=_rejection_sampling,
                 sampled=True,
                 grouped=True,
+                chats=True,
             ),
             AlgorithmSpec(
                 "rloo",
