@@ -126,6 +126,8 @@ def failure_from_exception(error: BaseException, step: int) -> Failure:
     text = first_line(error)
     if isinstance(error, RewardFault):  # before memory: the message quotes the verifier, whatever that says
         return failure("reward_function", step, str(error)[:300])
+    if isinstance(error, NothingPassedError):
+        return failure("no_signal", step, str(error)[:300])
     if isinstance(error, ToolFault):
         return failure("tool_raised", step, str(error)[:300])
     if isinstance(error, ScorerFault):
@@ -148,6 +150,10 @@ def failure_from_exception(error: BaseException, step: int) -> Failure:
 
 class RewardFault(RuntimeError):
     """A verifier raised, or returned something that is no finite number."""
+
+
+class NothingPassedError(RuntimeError):
+    """No sampled completion got the reward it needed to be trained on."""
 
 
 class ScorerFault(RuntimeError):

@@ -36,7 +36,7 @@ def test_a_task_without_teacher_masks_distillation_alone(trainer: TrlTrainer, ba
 
 def test_the_mask_follows_the_instance_and_not_the_first_one(trainer: TrlTrainer) -> None:
     """Instance 0 of letters is the strong base, which has no teacher; instance 1 has one."""
-    env = gym.make("PostTrain/Recipe-v0", instances=[0, 1], trainer=trainer)
+    env: Any = gym.make("PostTrain/Recipe-v0", instances=[0, 1], trainer=trainer)
     env.reset(seed=0, options={"instance": 0})
     assert not legal(env)["distill"]
     env.reset(seed=0, options={"instance": 1})
@@ -48,7 +48,7 @@ def test_the_mask_follows_the_instance_and_not_the_first_one(trainer: TrlTrainer
 
 def test_only_the_rows_a_task_has_are_legal(trainer: TrlTrainer, tmp_path: Path) -> None:
     task = TinyTask(write_tiny_checkpoint(tmp_path))
-    env = gym.make("PostTrain/Recipe-v0", task=task, trainer=trainer)
+    env: Any = gym.make("PostTrain/Recipe-v0", task=task, trainer=trainer)
     env.reset(seed=0)
     prompts = {"grpo", "ppo", "rft", "rloo"}
     assert {name for name, there in legal(env).items() if there} == {"sft", *prompts}
@@ -68,7 +68,7 @@ def test_only_the_rows_a_task_has_are_legal(trainer: TrlTrainer, tmp_path: Path)
 
 @pytest.mark.parametrize("base", ["strong", "messy"])
 def test_a_thousand_sampled_actions_are_never_refused(trainer: TrlTrainer, base: str) -> None:
-    env = gym.make("PostTrain/Recipe-v0", task=LettersTask(0, base=base), trainer=trainer).unwrapped
+    env: Any = gym.make("PostTrain/Recipe-v0", task=LettersTask(0, base=base), trainer=trainer).unwrapped
     env.reset(seed=0)
     space, search, allowed = env.space, env.search, legal(env)
     env.action_space.seed(0)
@@ -117,7 +117,7 @@ def test_a_recipe_without_its_data_is_refused_before_a_model_is_loaded(
         with pytest.raises(ValueError) as caught:
             fresh.check(task, Recipe(algorithm, {"good": 1.0}))
         assert str(caught.value) == message
-    for changes, message in (
+    refusals: tuple[tuple[dict[str, Any], str], ...] = (
         (
             {"algorithm": "dpo", "loss": "hinge"},
             "loss: dpo has none called 'hinge'. Known: default, ipo, sigmoid, sigmoid+sft.",
@@ -130,7 +130,8 @@ def test_a_recipe_without_its_data_is_refused_before_a_model_is_loaded(
             {"algorithm": "kto", "batch_size": 1},
             "mix: source 'good' has no preferences rows, which kto trains on; sources that have: none.",
         ),
-    ):
+    )
+    for changes, message in refusals:
         with pytest.raises(ValueError) as caught:
             fresh.check(task, Recipe(**{"mix": {"good": 1.0}, **changes}))
         assert str(caught.value) == message
@@ -156,7 +157,7 @@ def test_kto_needs_two_rows_in_a_batch_and_replay_needs_demonstrations(tmp_path:
 
 
 def test_masks_have_one_entry_for_each_algorithm(trainer: TrlTrainer) -> None:
-    env = gym.make("PostTrain/Recipe-v0", instances=[1], trainer=trainer).unwrapped
+    env: Any = gym.make("PostTrain/Recipe-v0", instances=[1], trainer=trainer).unwrapped
     assert env.action_space["algorithm"].n == 1 + len(ALGORITHMS)
     assert env.action_masks().shape == (1 + len(ALGORITHMS) + 3,)
     assert env.action_masks().dtype == np.bool_

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ from posttrain_gym.inner_trainers.recipe import Recipe
 from posttrain_gym.inner_trainers.testing import TinyTask
 from posttrain_gym.inner_trainers.trl import session as session_module
 from posttrain_gym.inner_trainers.trl.data import draw_mix
+from posttrain_gym.inner_trainers.trl.models import LoadedModel
 from posttrain_gym.inner_trainers.trl.sft import MeteredSFTTrainer
 from posttrain_gym.inner_trainers.trl.trainer import TrlTrainer, lora_parameters
 from tests.trl_fixtures import *  # noqa: F403
@@ -60,15 +60,20 @@ def test_uneven_steps_stay_below_the_limit(
 @pytest.mark.parametrize("unit", ["train_tokens", "flops"])
 @pytest.mark.parametrize("recipe", [sft(), grpo()], ids=["sft", "grpo"])
 def test_a_limit_below_one_step_costs_nothing(
-    recipe: Recipe, unit: str, trainer: TrlTrainer, task: TinyTask, live_models: Callable[[], int]
+    recipe: Recipe, unit: str, trainer: TrlTrainer, task: TinyTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bound = trainer.step_cost_bound(task, recipe).in_unit(unit)
-    report, checkpoint = run(trainer, task, recipe, limit=Limit(unit, bound * 0.999))
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("a model was made")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LoadedModel, "with_weights", refuse)
+        report, checkpoint = run(trainer, task, recipe, limit=Limit(unit, bound * 0.999))
     assert report.failure is not None
     assert (report.failure.cause, report.failure.kind, report.failure.step) == ("resources", "budget_too_small", 0)
     assert (report.ended, report.steps, checkpoint) == ("failed", 0, None)
     assert (report.training_cost.in_unit("train_tokens"), report.training_cost.flops) == (0.0, 0.0)
-    assert live_models() == 0
     report, _ = run(trainer, task, recipe, limit=Limit(unit, bound))
     assert report.steps >= 1
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..chat import ChatFormat
 from ..recipe import Recipe
 from ..tasks.base import InnerTask, Row, Source
+from .session import Meter
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,9 @@ class RoundContext:
         seed: the trainer's seed.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         device: where training runs.
+        meter: what the algorithm counts into, from before its trainer is built.
+        packs: the rows of each packed sequence, in training order; empty when rows are not packed.
+        seconds: the round's limit in seconds; None when it is counted otherwise.
         chat: how the task's prompts become turns; None for plain text.
     """
 
@@ -53,6 +57,9 @@ class RoundContext:
     seed: int
     precision: str
     device: torch.device
+    meter: Meter
+    packs: Sequence[Sequence[tuple[str, int]]] = ()
+    seconds: float | None = None
     chat: ChatFormat | None = None
 
     def row(self, source: str, index: int, kind: str) -> Row:

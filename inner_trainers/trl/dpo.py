@@ -12,7 +12,6 @@ from .context import RoundContext
 from .metered_preferences import MeteredPreferences
 from .models import hold_to_device, training_arguments
 from .preferences import TokenisedPairs
-from .session import Meter
 
 
 class MeteredDPOTrainer(MeteredPreferences, DPOTrainer):  # type: ignore[misc]
@@ -31,8 +30,8 @@ class MeteredDPOTrainer(MeteredPreferences, DPOTrainer):  # type: ignore[misc]
         return loss
 
 
-def build_trainer(context: RoundContext) -> tuple[DPOTrainer, Meter]:
-    """Return the trainer for a recipe whose pairs are drawn, with the meter it fills."""
+def build_trainer(context: RoundContext) -> DPOTrainer:
+    """Return the trainer for a recipe whose pairs are drawn."""
     recipe = context.recipe
     trainer = MeteredDPOTrainer(
         model=context.model,
@@ -51,8 +50,8 @@ def build_trainer(context: RoundContext) -> tuple[DPOTrainer, Meter]:
         processing_class=context.tokenizer,
         peft_config=context.peft_config(),
     )
-    trainer.meter = Meter()
-    return trainer, trainer.meter
+    trainer.meter = context.meter
+    return trainer
 
 
 def pair_dataset(context: RoundContext) -> datasets.Dataset:

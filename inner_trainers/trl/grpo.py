@@ -7,15 +7,14 @@ from trl import GRPOConfig, GRPOTrainer
 from .context import RoundContext
 from .models import hold_to_device, training_arguments
 from .on_policy import MeteredRollouts, prompt_dataset, reward_function
-from .session import Meter
 
 
 class MeteredGRPOTrainer(MeteredRollouts, GRPOTrainer):  # type: ignore[misc]
     """`GRPOTrainer` that counts tokens and takes its reference weights from memory."""
 
 
-def build_trainer(context: RoundContext) -> tuple[GRPOTrainer, Meter]:
-    """Return the trainer for a recipe whose prompts are drawn, with the meter it fills."""
+def build_trainer(context: RoundContext) -> GRPOTrainer:
+    """Return the trainer for a recipe whose prompts are drawn."""
     recipe = context.recipe
     trainer = MeteredGRPOTrainer(
         model=context.model,
@@ -41,5 +40,5 @@ def build_trainer(context: RoundContext) -> tuple[GRPOTrainer, Meter]:
     if recipe.kl_coef > 0 and not recipe.lora_rank:
         trainer.keep_close_to(context.reference(), recipe.kl_coef)
     trainer.converse(context.chat)
-    trainer.meter = Meter()
-    return trainer, trainer.meter
+    trainer.meter = context.meter
+    return trainer

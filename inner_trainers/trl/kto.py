@@ -14,7 +14,6 @@ from .context import RoundContext
 from .metered_preferences import MeteredPreferences
 from .models import hold_to_device, training_arguments
 from .preferences import TokenisedPairs
-from .session import Meter
 
 
 class MeteredKTOTrainer(MeteredPreferences, KTOTrainer):  # type: ignore[misc]
@@ -33,8 +32,8 @@ class MeteredKTOTrainer(MeteredPreferences, KTOTrainer):  # type: ignore[misc]
         return loss
 
 
-def build_trainer(context: RoundContext) -> tuple[KTOTrainer, Meter]:
-    """Return the trainer for a recipe whose pairs are drawn, with the meter it fills."""
+def build_trainer(context: RoundContext) -> KTOTrainer:
+    """Return the trainer for a recipe whose pairs are drawn."""
     recipe = context.recipe
     trainer = MeteredKTOTrainer(
         model=context.model,
@@ -52,8 +51,8 @@ def build_trainer(context: RoundContext) -> tuple[KTOTrainer, Meter]:
         processing_class=context.tokenizer,
         peft_config=context.peft_config(),
     )
-    trainer.meter = Meter()
-    return trainer, trainer.meter
+    trainer.meter = context.meter
+    return trainer
 
 
 def answer_dataset(context: RoundContext) -> datasets.Dataset:

@@ -16,7 +16,6 @@ from .context import RoundContext
 from .gae import clipped_value_losses, explained_variance, generalised_advantages, token_rewards, whitened
 from .models import hold_to_device, training_arguments
 from .on_policy import MeteredRollouts, policy_mask, prompt_dataset, reward_function
-from .session import Meter
 from .value import ValueHead, ValueModel, chosen_in, hidden_states_noted, trunk_of
 
 
@@ -211,8 +210,8 @@ def _whole(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, 
     return ids, attention, batch["completion_ids"].shape[1]
 
 
-def build_trainer(context: RoundContext) -> tuple[PPOTrainer, Meter]:
-    """Return the trainer for a recipe whose prompts are drawn, with the meter it fills."""
+def build_trainer(context: RoundContext) -> PPOTrainer:
+    """Return the trainer for a recipe whose prompts are drawn."""
     recipe = context.recipe
     trainer = PPOTrainer(
         model=context.model,
@@ -241,8 +240,8 @@ def build_trainer(context: RoundContext) -> tuple[PPOTrainer, Meter]:
     trainer.gamma, trainer.gae_lambda = recipe.gamma, recipe.gae_lambda
     trainer.vf_coef, trainer.clip_range_vf = recipe.vf_coef, recipe.clip_range_vf
     trainer.converse(context.chat)
-    trainer.meter = Meter()
-    return trainer, trainer.meter
+    trainer.meter = context.meter
+    return trainer
 
 
 def _critic(context: RoundContext, trainer: PPOTrainer) -> ValueHead | ValueModel | None:

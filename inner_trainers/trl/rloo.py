@@ -7,7 +7,6 @@ from trl import RLOOConfig, RLOOTrainer
 from .context import RoundContext
 from .models import hold_to_device, training_arguments
 from .on_policy import MeteredRollouts, prompt_dataset, reward_function
-from .session import Meter
 
 
 class MeteredRLOOTrainer(MeteredRollouts, RLOOTrainer):  # type: ignore[misc]
@@ -17,8 +16,8 @@ class MeteredRLOOTrainer(MeteredRollouts, RLOOTrainer):  # type: ignore[misc]
     """
 
 
-def build_trainer(context: RoundContext) -> tuple[RLOOTrainer, Meter]:
-    """Return the trainer for a recipe whose prompts are drawn, with the meter it fills."""
+def build_trainer(context: RoundContext) -> RLOOTrainer:
+    """Return the trainer for a recipe whose prompts are drawn."""
     recipe = context.recipe
     trainer = MeteredRLOOTrainer(
         model=context.model,
@@ -42,5 +41,5 @@ def build_trainer(context: RoundContext) -> tuple[RLOOTrainer, Meter]:
     if recipe.kl_coef > 0 and not recipe.lora_rank:
         trainer.keep_close_to(context.reference(), recipe.kl_coef)
     trainer.converse(context.chat)
-    trainer.meter = Meter()
-    return trainer, trainer.meter
+    trainer.meter = context.meter
+    return trainer

@@ -1,21 +1,11 @@
-"""Runs a TRL trainer on a worker thread that is parked between optimiser steps.
-
-Exactly one of the two threads runs at any time, so a parked round may be read and changed without locks. The
-global random number generators are swapped at each hand-over: what the caller draws never moves the round, and the
-round never moves the caller.
-
-The one exception is a worker that passed its time limit and does not answer: the session gives it up and keeps
-copies of what both could touch. When such a worker wakes it unwinds, and then frees its trainer.
-"""
+"""One round: trains on a worker that is parked between optimiser steps, and reports what came of it."""
 
 from __future__ import annotations
 
 import gc
 import math
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,14 +18,13 @@ from ..fault_policy import RETRY_FACTOR
 from ..faults import FaultWatch, MemoryLimitError, failure_from_exception
 from ..messages import require_integer
 from ..recipe import Adjustment, Recipe
-from ..time_limit import InterruptedAtLimitError, interrupt
 from .adapters import stack
 from .curves import completion_flags, curve_values
 from .memory import forget_peak, peak_memory, take_apart
 from .models import copy_weights, trainable_tensors
-from .random_state import caller_random_state_kept, random_state, restore_random_state
 from .rescue import Rescue
 from .settings import settings_not_used
+from .worker import Worker
 
 
 @dataclass
@@ -77,17 +66,14 @@ class MeteredTrainer:
         return loss
 
 
-class _SessionClosedError(BaseException):
-    """Unwinds the worker when the session is closed mid-round; not an `Exception`, so no trainer code catches it."""
-
-
 class TrlSession:
     """One running round; see `TrainingSession` for the contract."""
 
     def __init__(
         self,
         *,
-        build: Callable[[], tuple[Any, Meter]],
+        build: Callable[[], Any],
+        meter: Meter,
         recipe: Recipe,
         start: Checkpoint,
         seed: int,
@@ -104,15 +90,12 @@ class TrlSession:
     ) -> None:
         self._recipe, self._start, self._seed, self._round_id = recipe, start, seed, round_id
         self._flops, self._bound, self._limit, self._watch = flops, step_bound, limit, watch
-        self._torch_threads, self._device, self._reads = torch_threads, device, reads
+        self._device, self._reads = device, reads
         self._policy = watch.policy
         self._rescue = Rescue(self._policy, start.weights)
         self._flags, self._rows_without_supervision = list(flags), rows_without_supervision
-        self._resume, self._parked = threading.Semaphore(0), threading.Event()
-        self._quota, self._running, self._closing, self._worker_ended = 0, False, False, False
-        self._hand_over_lock, self._given_up = threading.Lock(), False
+        self._quota = 0
         self._failure: Failure | None = None
-        self._error: BaseException | None = None
         self._ended: str | None = None
         self._curves: list[dict[str, float]] = []
         self._rates_used: list[float] = []
@@ -121,19 +104,20 @@ class TrlSession:
         self._rate_factor = 1.0
         self._sequences_done = 0  # not those of a step that an exception ended
         self._slowest_step = self._step_began = 0.0
-        self._froze = False
         self._peak_memory: int | None = None
         self._wall_seconds = 0.0
         self._result: tuple[RoundReport, Checkpoint | None] | None = None
-        self._thread: threading.Thread | None = None
         self._trainer: Any = None
-        self._meter = Meter()
-        self._rng = random_state()
+        self._meter = meter
+        self._worker = Worker(self._train, self._hurry, torch_threads)
         forget_peak(device)
         began = time.perf_counter()
-        with self._worker_random_state(), trainable_tensors():
+        if self._would_pass_limit():
+            self._ended = "budget"
+            return
+        with self._worker.own_random_state(), trainable_tensors():
             try:
-                self._trainer, self._meter = build()
+                self._trainer = build()
                 self._trainer.remove_callback(PrinterCallback)
                 self._trainer.add_callback(_ParkingCallback(self))
             except Exception as error:
@@ -217,35 +201,16 @@ class TrlSession:
 
     # The worker's side ------------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
-        if self._torch_threads is not None:
-            torch.set_num_threads(self._torch_threads)
-        # `train` begins with a full garbage collection, a quarter of a second in a process that has TRL loaded. What
-        # exists now is set aside for that moment; `on_train_begin` takes it back.
-        self._froze = gc.get_freeze_count() == 0
-        if self._froze:
-            gc.freeze()
+    def _train(self) -> None:
         trainer = self._trainer
         try:
             trainer.train()
-        except (_SessionClosedError, InterruptedAtLimitError):
-            pass
-        except BaseException as error:  # a `SystemExit` too would otherwise end the thread without a word
-            if not self._given_up:
-                self._error = error
         finally:
-            self._thaw()
-            with self._hand_over_lock:
-                self._worker_ended = True
-                given_up = self._given_up
-                self._parked.set()
-            if given_up:
+            if self._worker.given_up:  # else the caller still needs its weights
                 take_apart(trainer)
 
-    def _thaw(self) -> None:
-        if self._froze:
-            self._froze = False
-            gc.unfreeze()
+    def _hurry(self) -> None:
+        self._quota = 0
 
     def _step_done(self, logs: Mapping[str, Any]) -> bool:
         """Note a finished step; return whether training should stop. Called by the callback on the worker."""
@@ -282,74 +247,38 @@ class TrlSession:
             return True
         self._quota -= 1
         if self._quota <= 0:
-            with self._hand_over_lock:
-                self._require_not_given_up()
-                self._parked.set()
-            self._resume.acquire()
+            self._worker.park()
             self._step_began = time.perf_counter()
-            if self._closing:
-                raise _SessionClosedError
         return False
 
     # The caller's side ------------------------------------------------------------------------------------------
 
     def _hand_over(self) -> None:
         began = self._step_began = time.perf_counter()
+        in_time = True
         try:
-            with self._worker_random_state():
-                self._parked.clear()
-                self._running = True
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._work, name="posttrain-round", daemon=True)
-                    self._thread.start()
-                else:
-                    self._resume.release()
-                try:
-                    self._parked.wait(self._seconds_left())
-                except BaseException:  # Ctrl-C: the worker finishes its step first, so that again one thread runs
-                    self._quota = 0
-                    self._parked.wait(self._seconds_left())  # a second Ctrl-C gets through
-                    raise
-                finally:
-                    self._running = not self._parked.is_set()
-                    if self._running and self._is_late():
-                        self._interrupt()
+            in_time = self._worker.hand_over(self._seconds_left(), self._policy.grace_seconds)
         finally:
             self._wall_seconds += time.perf_counter() - began
-            if not self._running:
+            if self._worker.given_up:
+                self._leave_to_worker()
+            elif not in_time:
+                self._pass_time_limit("in a step; its worker unwound when it was asked to")
+            elif not self._worker.running:
                 self._note_end()
 
     def _seconds_left(self) -> float | None:
         """Return how long the round may still train; None when no limit is set."""
         most = self._policy.max_round_seconds
-        if most is None:
-            return None
-        running = time.perf_counter() - self._hand_over_began if self._running else 0.0
-        return max(0.0, most - self._wall_seconds - running)
+        return None if most is None else max(0.0, most - self._wall_seconds)
 
-    def _is_late(self) -> bool:
-        left = self._seconds_left()
-        return left is not None and left < 0.01  # waiting may end a moment early
-
-    def _interrupt(self) -> None:
-        """End a worker whose time is over, or give it up."""
-        assert self._thread is not None
-        answered = interrupt(self._thread, self._parked.is_set, self._policy.grace_seconds)
-        with self._hand_over_lock:
-            answered = answered or self._parked.is_set()
-            self._given_up = not answered
-        self._running = False
-        if answered:
-            self._error = None  # whatever the interruption was turned into
-            self._pass_time_limit("in a step; its worker unwound when it was asked to")
-            return
-        # The worker goes on holding these when it wakes; the session's are copies from now on.
+    def _leave_to_worker(self) -> None:
+        """Keep copies of what a worker that was given up may still touch when it wakes."""
         meter = self._meter
         self._meter = replace(meter, losses=list(meter.losses), extra=dict(meter.extra), flags=list(meter.flags))
         self._curves, self._rate_factors = list(self._curves), list(self._rate_factors)
         self._rates_used, self._rates_asked = list(self._rates_used), list(self._rates_asked)
-        self._thaw()
-        self._trainer = self._thread = None
+        self._trainer = None
         self._pass_time_limit(
             f"in a step; its worker did not answer within {self._policy.grace_seconds:g} seconds and was given up, "
             "its memory returns when it ends"
@@ -361,11 +290,11 @@ class TrlSession:
 
     def _note_end(self) -> None:
         """Label the end of a worker that ended by itself."""
-        if self._error is not None:
-            fault = failure_from_exception(self._error, self.step + 1)
-            self._error = None  # its traceback holds the model
+        if self._worker.error is not None:
+            fault = failure_from_exception(self._worker.error, self.step + 1)
+            self._worker.error = None  # its traceback holds the model
             self._end_by(fault)
-        elif self._worker_ended and self._ended is None:
+        elif self._worker.ended and self._ended is None:
             self._end_by(failure("stopped_early", self.step, f"training ended after {self.step} steps by itself"))
 
     def _would_pass_limit(self) -> bool:
@@ -374,8 +303,8 @@ class TrlSession:
         unit = self._limit.unit
         next_step = self._slowest_step if unit == "device_seconds" else self._bound.in_unit(unit)
         spent = self._wall_seconds if unit == "device_seconds" else self.cost.in_unit(unit)
-        if unit == "device_seconds" and self._running:
-            spent += time.perf_counter() - self._hand_over_began
+        if unit == "device_seconds" and self._worker.running:
+            spent += time.perf_counter() - self._worker.began
         return spent + next_step > self._limit.amount
 
     def _note_rate(self, rate: float) -> None:
@@ -400,7 +329,9 @@ class TrlSession:
     def _scale_learning_rate(self, factor: float) -> None:
         self._rate_factor *= factor
         scheduler, optimizer = self._trainer.lr_scheduler, self._trainer.optimizer
-        if scheduler is None or self._thread is None:  # nothing is built before the first step: the peak itself moves
+        if (
+            scheduler is None or not self._worker.started
+        ):  # nothing is built before the first step: the peak itself moves
             self._trainer.args.learning_rate *= factor
             return
         base = getattr(scheduler, "scheduler", scheduler)  # accelerate wraps it
@@ -413,7 +344,7 @@ class TrlSession:
 
     def _end_by(self, fault: Failure) -> None:
         """End a round that cannot go on after a fault: with earlier weights where the policy says so, else failed."""
-        if not self._given_up and self._rescue.respond(fault, 0, unwound=True) == "rollback":
+        if not self._worker.given_up and self._rescue.respond(fault, 0, unwound=True) == "rollback":
             self._ended = "rolled_back"
         else:
             self._fail(fault)
@@ -442,17 +373,13 @@ class TrlSession:
         Raises:
             MemoryLimitError: it is more than the policy allows.
         """
-        self._require_not_given_up()
+        self._worker.require_not_given_up()
         used, most = peak_memory(self._device), self._policy.max_memory_bytes
         if used is None:
             return
         self._peak_memory = max(used, self._peak_memory or 0)
         if most is not None and used > most:
             raise MemoryLimitError(f"{used} bytes of memory were in use, above {most}")
-
-    def _require_not_given_up(self) -> None:
-        if self._given_up:
-            raise _SessionClosedError
 
     def _final_weights(self) -> dict[str, torch.Tensor] | None:
         fault = self._fault_of_round()
@@ -493,16 +420,7 @@ class TrlSession:
         return failure("diverged", self.step, f"{len(broken)} weights are not finite: {broken[0]}")
 
     def _release(self) -> None:
-        if self._thread is not None:
-            if self._running:  # the caller was interrupted while the worker ran: wait until it parks or ends
-                self._quota = 0
-                with caller_random_state_kept():
-                    self._parked.wait()
-                self._running = False
-            self._closing = True
-            self._resume.release()
-            self._thread.join()
-            self._thread = self._error = None
+        self._worker.close()
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
             take_apart(trainer)
@@ -531,18 +449,6 @@ class TrlSession:
             peak_memory_bytes=self._peak_memory,
         )
 
-    @contextmanager
-    def _worker_random_state(self) -> Iterator[None]:
-        caller = random_state()
-        restore_random_state(self._rng)
-        self._hand_over_began = time.perf_counter()
-        try:
-            yield
-        finally:
-            if not self._running:
-                self._rng = random_state()
-            restore_random_state(caller)
-
 
 class _ParkingCallback(TrainerCallback):  # type: ignore[misc]
     """Tells the session about each step, at the one moment when its logs are complete and the next has not begun."""
@@ -552,7 +458,7 @@ class _ParkingCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Give the collector back what was set aside while training was set up."""
-        self._session._thaw()
+        self._session._worker.give_back_garbage()
         self._session._note_memory()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -1,7 +1,8 @@
-"""Supervised fine-tuning on demonstrations with TRL's `SFTTrainer`; only completion tokens carry a loss."""
+"""Supervised fine-tuning on rows of token ids with TRL's `SFTTrainer`; only labelled tokens carry a loss."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import datasets
@@ -10,7 +11,8 @@ from trl import SFTConfig, SFTTrainer
 
 from .context import RoundContext
 from .models import hold_to_device, training_arguments
-from .session import Meter, MeteredTrainer
+from .packing import PackCollator, packed_columns
+from .session import MeteredTrainer
 
 
 class MeteredSFTTrainer(MeteredTrainer, SFTTrainer):  # type: ignore[misc]
@@ -18,35 +20,55 @@ class MeteredSFTTrainer(MeteredTrainer, SFTTrainer):  # type: ignore[misc]
 
     def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], **kwargs: Any) -> Any:
         """Count, then compute TRL's loss unchanged."""
+        packed = inputs.pop("tokens", None)
         attention_mask = inputs.get("attention_mask")
-        tokens = inputs["input_ids"].numel() if attention_mask is None else int(attention_mask.sum())
-        self.meter.trained_tokens += tokens
+        tokens = packed if packed is not None else attention_mask.sum() if attention_mask is not None else None
+        self.meter.trained_tokens += inputs["input_ids"].numel() if tokens is None else int(tokens)
         self.meter.sequences += len(inputs["input_ids"])
         self.meter.supervised_tokens += int((inputs["labels"][:, 1:] != -100).sum())  # nothing predicts a first token
         return super().compute_loss(model, inputs, **kwargs)
 
 
-def build_trainer(context: RoundContext) -> tuple[SFTTrainer, Meter]:
-    """Return the trainer for a recipe whose rows are drawn, with the meter it fills."""
-    rows = [(context.tokenised[source], index) for source, index in context.draw]
+def build_trainer(context: RoundContext) -> SFTTrainer:
+    """Return the trainer for a recipe whose demonstrations are drawn."""
+    return supervised_trainer(context, drawn_columns(context), loss=context.loss)
+
+
+def drawn_columns(context: RoundContext) -> dict[str, list[list[int]]]:
+    """Return the drawn rows, or packs of them, in training order."""
+    if context.packs:
+        return packed_columns(context.tokenised, context.packs)
+    rows = [(context.tokenised[pool], index) for pool, index in context.draw]
+    return {
+        "input_ids": [tokenised.input_ids[index] for tokenised, index in rows],
+        "labels": [tokenised.labels[index] for tokenised, index in rows],
+    }
+
+
+def supervised_trainer(context: RoundContext, columns: Mapping[str, list[list[int]]], loss: str = "nll") -> SFTTrainer:
+    """Return a trainer on rows in training order.
+
+    Args:
+        context: the round.
+        columns: ``input_ids`` and ``labels`` of each row; packs have ``seq_lengths`` too.
+        loss: ``"nll"``, the negative log-likelihood, or ``"dft"``.
+    """
+    packed = "seq_lengths" in columns
     trainer = MeteredSFTTrainer(
         model=context.model,
         args=hold_to_device(
             SFTConfig(
                 **training_arguments(context.recipe, context.seed, context.precision, context.device),
                 max_length=context.recipe.max_length,
+                loss_type=loss,
                 dataset_kwargs={"skip_prepare_dataset": True},
             ),
             context.device,
         ),
-        train_dataset=datasets.Dataset.from_dict(
-            {
-                "input_ids": [tokenised.input_ids[index] for tokenised, index in rows],
-                "labels": [tokenised.labels[index] for tokenised, index in rows],
-            }
-        ),
+        data_collator=PackCollator(context.tokenizer.pad_token_id) if packed else None,
+        train_dataset=datasets.Dataset.from_dict(dict(columns)),
         processing_class=context.tokenizer,
         peft_config=context.peft_config(),
     )
-    trainer.meter = Meter()
-    return trainer, trainer.meter
+    trainer.meter = context.meter
+    return trainer

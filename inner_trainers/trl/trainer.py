@@ -37,6 +37,7 @@ class _Resident:
     model: LoadedModel
     rows: TaskRows
     prompt_tokens: dict[str, int] = field(default_factory=dict)
+    packs: bool | None = None  # whether packed rows stay apart, once asked
     base_scores: dict[str, tuple[Scorecard, Cost]] = field(default_factory=dict)
 
 
@@ -162,28 +163,17 @@ class TrlTrainer:
         resident = self._load(task)
         device, precision = self._ready()
         from .context import RoundContext
-        from .data import draw_mix
-        from .rows import truncation_flags
-        from .session import TrlSession
+        from .drawing import draw_rows
+        from .session import Meter, TrlSession
 
-        sources = {name: task.built.sources[name] for name, weight in recipe.mix.items() if weight > 0}
-        pools = resident.rows.pools(spec, recipe)
-        tokenised = {}
-        if not spec.sampled:
-            tokenised = {pool: resident.rows.tokenised(spec, pool).cut(recipe.max_length) for pool in pools}
-        unsupervised, flags = truncation_flags(tokenised, recipe.max_length)
-        flags += resident.rows.repeat_flags(spec, recipe)
-        usable = {
-            pool: tokenised[pool].trainable if pool in tokenised else range(len(sources[pool].rows[spec.rows]))
-            for pool in pools
-        }
-        sizes = {pool: len(indices) for pool, indices in usable.items()}
-        drawn = draw_mix(sizes, pools, spec.rows_per_round(recipe), seed)
-        draw = [(pool, usable[pool][position]) for pool, position in drawn]
+        if recipe.packing and "packing" in spec.reads:
+            self._require_packing(resident)
+        drawn = draw_rows(task, resident.rows, spec, recipe, seed)
+        meter = Meter()
         bound = self.step_cost_bound(task, recipe)
         module = importlib.import_module(f".{spec.module}", __package__)
 
-        def build() -> tuple[Any, Meter]:
+        def build() -> Any:
             context = RoundContext(
                 task=task,
                 recipe=recipe,
@@ -191,21 +181,24 @@ class TrlTrainer:
                 reference=lambda: resident.model.with_weights(start.weights).eval(),
                 teacher=lambda: self._teacher(task),
                 tokenizer=resident.model.tokenizer,
-                draw=draw,
-                sources=sources,
-                tokenised=tokenised,
+                draw=drawn.draw,
+                packs=drawn.packs,
+                sources={name: task.built.sources[name] for name, weight in recipe.mix.items() if weight > 0},
+                tokenised=drawn.tokenised,
                 loss=spec.loss(recipe),
                 steps=_affordable_steps(recipe, bound, limit),
                 seed=seed,
                 precision=precision,
                 device=device,
+                meter=meter,
+                seconds=limit.amount if limit is not None and limit.unit == "device_seconds" else None,
                 chat=resident.rows.chat,
             )
-            built: tuple[Any, Meter] = module.build_trainer(context)
-            return built
+            return module.build_trainer(context)
 
         return TrlSession(
             build=build,
+            meter=meter,
             recipe=recipe,
             start=start,
             seed=seed,
@@ -217,8 +210,8 @@ class TrlTrainer:
             torch_threads=self._torch_threads,
             device=device,
             reads=spec.reads,
-            flags=flags,
-            rows_without_supervision=unsupervised,
+            flags=drawn.flags,
+            rows_without_supervision=drawn.unsupervised,
         )
 
     def evaluate(self, task: InnerTask, checkpoint: Checkpoint, split: str) -> tuple[Scorecard, Cost]:
@@ -320,6 +313,20 @@ class TrlTrainer:
         spec = check_recipe(task, recipe)
         self._require_template(task)
         return spec
+
+    def _require_packing(self, resident: _Resident) -> None:
+        """Refuse packing for a model whose attention would let packed rows see each other."""
+        from .packing import rows_stay_apart
+
+        model = resident.model
+        if resident.packs is None:
+            resident.packs = rows_stay_apart(model.template)
+        if not resident.packs:
+            config = model.template.config
+            raise ValueError(
+                f"packing: in a {config.model_type} model with attention {config._attn_implementation!r} packed rows "
+                "would see each other; set packing to false."
+            )
 
     def _require_template(self, task: InnerTask) -> None:
         """Refuse a task of conversations whose tokenizer has no chat template, before its model is loaded."""

@@ -1,0 +1,99 @@
+"""Rejection-sampling fine-tuning: sample, verify, deduplicate, and train on what passes, all in one round.
+
+Completions are sampled with the starting weights before the first optimiser step, as many as the round's steps will
+train on. What they cost is charged as it is spent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..faults import NothingPassedError
+from ..sampling import sample_completions
+from .context import RoundContext
+from .data import TokenisedRows, labelled_rows, tokenise_demonstrations
+from .on_policy import verified_reward
+from .sft import supervised_trainer
+
+SAMPLING_SHARE = 0.5
+"""Share of a limit in seconds after which sampling ends; in other units its cost is known and planned for."""
+
+
+def build_trainer(context: RoundContext) -> Any:
+    """Sample, and return the trainer on what passed.
+
+    Raises:
+        NothingPassedError: no completion got the recipe's ``min_reward``.
+    """
+    passed = _passing(context)
+    rows = _tokenised(context, passed)
+    recipe = context.recipe
+    count = recipe.steps * recipe.batch_size * recipe.gradient_accumulation
+    rng = np.random.default_rng(context.seed)
+    order: list[int] = []
+    while len(order) < count:
+        order += rng.permutation(rows.trainable).tolist()
+    order = order[:count]
+    return supervised_trainer(
+        context, {"input_ids": [rows.input_ids[i] for i in order], "labels": [rows.labels[i] for i in order]}
+    )
+
+
+def _passing(context: RoundContext) -> list[Mapping[str, str]]:
+    """Return each different (prompt, completion) that got the smallest reward asked for, in the order of the draw."""
+    recipe, meter = context.recipe, context.meter
+    chunk = recipe.batch_size * recipe.gradient_accumulation // recipe.num_generations
+    prompts = context.draw[: context.steps * chunk]
+    began = time.perf_counter()
+    sampled: Counter[str] = Counter()
+    passed: Counter[str] = Counter()
+    found: dict[tuple[str, str], None] = {}
+    model = context.model.eval()
+    for number, first in enumerate(range(0, len(prompts), chunk)):
+        if context.seconds is not None and time.perf_counter() - began > SAMPLING_SHARE * context.seconds:
+            break
+        drawn = prompts[first : first + chunk]
+        texts = [context.row(source, index, "prompts")["prompt"] for source, index in drawn]
+        completions = sample_completions(
+            model,
+            context.tokenizer,
+            texts,
+            samples=recipe.num_generations,
+            max_new_tokens=context.task.built.benchmark.max_new_tokens,
+            temperature=recipe.temperature,
+            seed=int(np.random.default_rng([context.seed, number]).integers(2**31)),
+            chat=context.chat,
+        )
+        meter.scored_tokens += completions.prompt_tokens
+        meter.generated_tokens += completions.generated_tokens
+        for (source, index), prompt, answers in zip(drawn, texts, completions.texts, strict=True):
+            sampled[source] += len(answers)
+            for answer in answers:
+                if verified_reward(context.sources[source], index, answer) >= recipe.min_reward:
+                    passed[source] += 1
+                    if answer:  # an empty answer has nothing to learn but its end
+                        found[prompt, answer] = None
+    model.train()
+    if not found:
+        raise NothingPassedError(
+            f"of {sampled.total()} completions of {sum(sampled.values()) // recipe.num_generations} prompts "
+            f"{passed.total() or 'none'} got a reward of at least {recipe.min_reward:g}"
+            + (", and all of those are empty" if passed else "")
+        )
+    rates = ", ".join(f"{name} {passed[name] / total:.0%}" for name, total in sorted(sampled.items()))
+    meter.flags.append(
+        f"rft: {passed.total()} of {sampled.total()} sampled completions passed ({rates}), {len(found)} different ones"
+    )
+    return [{"prompt": prompt, "completion": answer} for prompt, answer in found]
+
+
+def _tokenised(context: RoundContext, rows: list[Mapping[str, str]]) -> TokenisedRows:
+    if context.chat is None:
+        return tokenise_demonstrations(context.tokenizer, rows)
+    turns = [context.chat.turns(row["prompt"], row["completion"]) for row in rows]
+    return labelled_rows(*zip(*context.chat.encode(turns, "sampled completions"), strict=True))
