@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -370,6 +371,27 @@ def test_an_on_policy_round_on_turns_is_trls_own_run(algorithm: str, trainer: Tr
     assert all(torch.equal(value, state[name]) for name, value in weights.items())
     base = trainer.base(task).weights
     assert any(not torch.equal(value, base[name]) for name, value in weights.items())
+
+
+def test_rejection_sampling_trains_on_answers_as_turns_and_within_its_bound(trainer: TrlTrainer, folder: Path) -> None:
+    """Completions that were cut at the limit are trained on with an end token, one more than was sampled."""
+    task = ChatTask(folder)
+    recipe = Recipe("rft", {"talk": 1.0}, steps=2, batch_size=8, num_generations=4, min_reward=0.3)
+    session = trainer.begin(task, recipe, trainer.base(task), 0)
+    rows = list(session._trainer.train_dataset)
+    tokenizer = chat_tokenizer(PLAIN)
+    answer = re.compile(r"<user>\d+\?<assistant>[^<>]+<eos>")
+    assert len(rows) == 16 and all(answer.fullmatch(tokenizer.decode(row["input_ids"])) for row in rows)
+    for row in rows:
+        prompt = row["input_ids"].index(tokenizer.convert_tokens_to_ids("<assistant>")) + 1
+        assert row["labels"] == [-100] * prompt + row["input_ids"][prompt:]
+    session.advance()
+    report = session.result()[0]
+    assert report.failure is None
+    longest = len("<user>31?<assistant>") - len("user>") - len("assistant>") + 4 + 1
+    bound = trainer.step_cost_bound(task, recipe)
+    assert bound.trained_tokens == 8 * longest
+    assert report.training_cost.trained_tokens == sum(len(row["input_ids"]) for row in rows) <= 2 * bound.trained_tokens
 
 
 def test_preferences_are_written_as_turns(trainer: TrlTrainer, folder: Path) -> None:

@@ -188,7 +188,7 @@ def _actor_critic(recipe: Recipe, lengths: Lengths) -> StepTokens:
 def _rejection_sampling(recipe: Recipe, lengths: Lengths) -> StepTokens:
     sequences = _sequences(recipe)
     return StepTokens(
-        trained=sequences * lengths.whole,
+        trained=sequences * (lengths.whole + 1),  # a completion that was cut is trained on with an end token
         generated=sequences * lengths.generated,
         scored=sequences * lengths.read,
     )
