@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -181,6 +182,7 @@ def test_an_interrupt_lets_the_step_finish_and_nothing_else_runs(
         calls[0] += 1
         if calls[0] == 2:
             os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)  # lets the caller's thread meet it within this step
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(MeteredSFTTrainer, "compute_loss", interrupting)
@@ -212,8 +214,10 @@ def test_two_interrupts_leave_a_worker_that_close_waits_for(
 ) -> None:
     session = trainer.begin(task, sft(), trainer.base(task), 3)
     original, hold, waits = MeteredSFTTrainer.compute_loss, threading.Event(), [0]
+    arrived = threading.Event()
 
     def held(self: Any, *args: Any, **kwargs: Any) -> Any:
+        arrived.set()
         hold.wait()
         torch.rand(100)
         return original(self, *args, **kwargs)
@@ -227,10 +231,11 @@ def test_two_interrupts_leave_a_worker_that_close_waits_for(
             return super().wait(timeout)
 
     monkeypatch.setattr(MeteredSFTTrainer, "compute_loss", held)
-    session._parked = Impatient()
+    session._worker.parked = Impatient()
     with pytest.raises(KeyboardInterrupt):
         session.advance()
     assert workers() == 1
+    assert arrived.wait(10)  # what it drew on the way there, it drew before the state is read
     state = torch.get_rng_state()
     session.close()
     assert workers() == 0
