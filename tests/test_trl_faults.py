@@ -17,6 +17,7 @@ from posttrain_gym.inner_trainers.fault_policy import FaultPolicy
 from posttrain_gym.inner_trainers.recipe import Recipe
 from posttrain_gym.inner_trainers.testing import TinyTask
 from posttrain_gym.inner_trainers.trl import models as models_module
+from posttrain_gym.inner_trainers.trl.curves import completion_flags
 from posttrain_gym.inner_trainers.trl.grpo import MeteredGRPOTrainer
 from posttrain_gym.inner_trainers.trl.memory import memory_in_use
 from posttrain_gym.inner_trainers.trl.sft import MeteredSFTTrainer
@@ -426,3 +427,58 @@ def test_memory_is_given_back_after_an_out_of_memory_round(
         report, _ = run(trainer, task, sft())
     assert report.failure is not None and report.failure.kind == "oom"
     assert resident() - before < 2**26
+
+
+def test_memory_after_five_rounds_is_that_after_one(trainer: TrlTrainer, task: TinyTask) -> None:
+    used = []
+    for seed in range(5):
+        run(trainer, task, sft() if seed % 2 == 0 else grpo(), seed=seed)
+        used.append(memory_in_use(torch.device("cpu")))
+    assert used[0] is not None and used[4] is not None
+    assert used[4] <= 1.05 * used[0]
+
+
+@pytest.mark.gpu
+def test_memory_on_cuda_is_the_devices(task: TinyTask) -> None:
+    report, _ = run(TrlTrainer(device="cuda"), task, sft())
+    assert report.peak_memory_bytes is not None
+    assert 0 < report.peak_memory_bytes <= torch.cuda.get_device_properties(0).total_memory
+    limited = TrlTrainer(device="cuda", fault_policy=FaultPolicy(max_memory_bytes=1024))
+    report, checkpoint = run(limited, task, sft())
+    assert checkpoint is None and report.failure is not None
+    assert report.failure.kind == "memory_limit"
+
+
+def test_a_loss_that_explodes_and_then_lies_flat_ends_at_the_explosion(trainer: TrlTrainer, task: TinyTask) -> None:
+    report, checkpoint = run(trainer, task, sft(steps=12, learning_rate=1e3))
+    assert checkpoint is None and report.failure is not None
+    assert (report.failure.kind, report.failure.step, report.steps) == ("diverged", 2, 2)
+    assert [row["loss"] > 1e6 for row in report.curves] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("longest", "clipped", "said"),
+    [
+        ([4.0, 4.0, 4.0, 4.0], [0.5, 0.9, 1.0, 1.0], "cut at the length limit"),
+        ([4.0, 4.0, 1.0, 1.0], [0.5, 0.0, 0.0, 0.0], "empty"),
+        ([4.0, 1.0, 1.0, 2.0], [0.5, 0.0, 0.0, 0.0], None),
+        ([4.0, 4.0, 4.0, 4.0], [1.0, 1.0, 1.0, 0.9], None),
+        ([1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0], "cut at the length limit"),  # one token is all there may be
+    ],
+)
+def test_completions_that_are_all_empty_or_all_cut_are_flagged(
+    longest: list[float], clipped: list[float], said: str | None
+) -> None:
+    pairs = zip(longest, clipped, strict=True)
+    flags = completion_flags([{"completions/max_length": a, "completions/clipped_ratio": b} for a, b in pairs])
+    expected = f"100 % of the completions sampled in the last 2 steps are {said}; check the end token of the model and "
+    assert flags == ([] if said is None else [expected + "the length that the benchmark allows"])
+    assert completion_flags([{"loss": 1.0}] * 4) == completion_flags([]) == []
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo", "ppo"])
+def test_curves_of_algorithms_that_sample_hold_what_the_flags_need(
+    algorithm: str, trainer: TrlTrainer, task: TinyTask
+) -> None:
+    report, _ = run(trainer, task, grpo(algorithm=algorithm, steps=1))
+    assert {"completions/max_length", "completions/clipped_ratio"} <= set(report.curves[0])
