@@ -44,6 +44,7 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
         budget: a `Budget`, a mapping of its fields, or a limit in train tokens.
         space: what may be tried; None for the default space of the family and the trainer.
         evaluator: settings of the TRL trainer's `Evaluator`; refused when the trainer is another one.
+        faults: settings of the TRL trainer's `FaultPolicy`; refused when the trainer is another one.
         price: reward taken for spending the whole budget, in [0, 100].
         failure_penalty: reward taken for a failed round, in [0, 100].
         history: rounds kept in the observation, in [1, 100].
@@ -66,6 +67,7 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
         budget: Budget | Mapping[str, Any] | float | None = None,
         space: DecisionSpace | None = None,
         evaluator: Mapping[str, Any] | None = None,
+        faults: Mapping[str, Any] | None = None,
         price: float = 0.1,
         failure_penalty: float = 0.1,
         history: int = 4,
@@ -87,7 +89,7 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
         if isinstance(journal, str) and not journal:
             raise ValueError("journal: expected the name of a folder, got ''.")
         first = self.family.instance(self.instances[0])
-        self.trainer = _trainer_for(first, trainer, evaluator)
+        self.trainer = _trainer_for(first, trainer, {"evaluator": evaluator, "faults": faults})
         self.space = space if space is not None else default_space(first, self.trainer)
         for name in self.space.algorithms:
             if name not in self.trainer.algorithms:
@@ -401,23 +403,30 @@ def describe_round(number: int, outcome: Outcome) -> str:
     return f"{head}, {mix} -> {score}{mark}{cached}"
 
 
-def _trainer_for(task: InnerTask, trainer: InnerTrainer | None, evaluator: Mapping[str, Any] | None) -> InnerTrainer:
-    if trainer is not None:
-        if evaluator is not None:
-            raise ValueError("evaluator: it configures the TRL trainer; with a trainer of your own, configure that.")
-        return trainer
-    own = task.trainer()
+def _trainer_for(
+    task: InnerTask, trainer: InnerTrainer | None, settings: Mapping[str, Mapping[str, Any] | None]
+) -> InnerTrainer:
+    """Return the trainer given, the task's own, or TRL's with the settings ``evaluator`` and ``faults``."""
+    own = task.trainer() if trainer is None else trainer
     if own is not None:
-        if evaluator is not None:
-            raise ValueError("evaluator: it configures the TRL trainer, and the task brings its own trainer.")
+        for name, given in settings.items():
+            if given is not None:
+                why = (
+                    "with a trainer of your own, configure that"
+                    if trainer is not None
+                    else "the task brings its own trainer"
+                )
+                raise ValueError(f"{name}: it configures the TRL trainer; {why}.")
         return own
     from ..inner_trainers.evaluation import Evaluator
+    from ..inner_trainers.fault_policy import FaultPolicy
     from ..inner_trainers.trl.trainer import TrlTrainer
 
-    for key in evaluator or {}:
+    evaluator = settings["evaluator"] or {}
+    for key in evaluator:
         if key not in Evaluator.__dataclass_fields__:
             raise ValueError(f"evaluator: unknown key {key!r}.{did_you_mean(str(key), Evaluator.__dataclass_fields__)}")
-    return TrlTrainer(Evaluator(**(evaluator or {})))
+    return TrlTrainer(Evaluator(**evaluator), fault_policy=FaultPolicy.from_dict(settings["faults"] or {}))
 
 
 def _score_row(scorecard: Scorecard, dimensions: Sequence[str]) -> list[float]:

@@ -257,8 +257,8 @@ class _Plain:
     def _reward(self, prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
         from ..inner_trainers.tasks.letters import verify_exactly
 
-        rows = [dict(zip(("skill", "answer"), both, strict=True)) for both in zip(columns["skill"], columns["answer"])]
-        return [verify_exactly(row, text) for row, text in zip(rows, completions, strict=True)]
+        pairs = zip(columns["skill"], columns["answer"], completions, strict=True)
+        return [verify_exactly({"skill": skill, "answer": answer}, text) for skill, answer, text in pairs]
 
     def _sampling(self) -> dict[str, Any]:
         return {"num_generations": GENERATIONS, "max_completion_length": self.task.built.benchmark.max_new_tokens}

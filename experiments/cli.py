@@ -8,7 +8,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,6 +43,11 @@ Patience = Annotated[int, typer.Option("--patience", help="Rounds without a new 
 Price = Annotated[float, typer.Option("--price", help="Reward taken for spending the whole budget.")]
 Samples = Annotated[int, typer.Option("--samples", help="Completions per item and evaluation seed.")]
 Devices = Annotated[str, typer.Option("--devices", help="Devices dealt to workers in turn, e.g. cuda:0,cuda:1.")]
+OnFault = Annotated[
+    list[str] | None,
+    typer.Option("--on-fault", help="KIND=RESPONSE, e.g. diverged=retry or oom=rollback; may be given several times."),
+]
+RoundSeconds = Annotated[float | None, typer.Option("--max-round-seconds", help="Time limit of one round's training.")]
 Workers = Annotated[int, typer.Option("--workers", min=1, help="Processes.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Instances = Annotated[
@@ -131,6 +136,8 @@ def train(
     price: Price = 0.1,
     samples: Samples = 4,
     devices: Devices = "",
+    on_fault: OnFault = None,
+    max_round_seconds: RoundSeconds = None,
 ) -> None:
     """Train a meta-policy with Stable-Baselines3 on real rounds."""
     from ..meta_policies.sb3 import sb3_algorithm
@@ -138,7 +145,8 @@ def train(
     from .train import train as run
 
     sb3_algorithm(algo)
-    environment = _environment(task, "train", budget, unit, max_rounds, patience, price, samples, devices)
+    faults = _faults(on_fault, max_round_seconds)
+    environment = _environment(task, "train", budget, unit, max_rounds, patience, price, samples, devices, faults)
     settings = TrainSettings(environment, algo, rounds, envs, seed)
     with ProgressDisplay() as progress:
         progress.stage(f"training {algo} on {task}: {rounds} decisions, {envs} environment(s), run folder {out}")
@@ -163,6 +171,8 @@ def evaluate(
     price: Price = 0.1,
     samples: Samples = 4,
     devices: Devices = "",
+    on_fault: OnFault = None,
+    max_round_seconds: RoundSeconds = None,
     deterministic: Deterministic = False,
     as_json: Json = False,
 ) -> None:
@@ -173,7 +183,8 @@ def evaluate(
 
     check_policy_name(policy)
     (label,) = policy_labels([policy])
-    environment = _environment(task, "test", budget, unit, max_rounds, patience, price, samples, devices)
+    faults = _faults(on_fault, max_round_seconds)
+    environment = _environment(task, "test", budget, unit, max_rounds, patience, price, samples, devices, faults)
     results = []
     chosen = _instances(environment, instances)
     _note_seen(environment, chosen, quiet=as_json)
@@ -205,6 +216,8 @@ def compare(
     price: Price = 0.1,
     samples: Samples = 4,
     devices: Devices = "",
+    on_fault: OnFault = None,
+    max_round_seconds: RoundSeconds = None,
     deterministic: Deterministic = False,
     as_json: Json = False,
 ) -> None:
@@ -213,7 +226,8 @@ def compare(
     from .compare import compare as run
     from .report import write_report
 
-    environment = _environment(task, "test", budget, unit, max_rounds, patience, price, samples, devices)
+    faults = _faults(on_fault, max_round_seconds)
+    environment = _environment(task, "test", budget, unit, max_rounds, patience, price, samples, devices, faults)
     chosen, repeats = _instances(environment, instances), _integers("seeds", seeds)
     seen = _note_seen(environment, chosen, quiet=as_json)
     with ProgressDisplay(quiet=as_json) as progress:
@@ -251,12 +265,14 @@ def run_recipe(
     instance: Annotated[int, typer.Option(help="Instance seed.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the round.")] = 0,
     save: Annotated[Path | None, typer.Option(help="Write the weights here as safetensors.")] = None,
+    on_fault: OnFault = None,
+    max_round_seconds: RoundSeconds = None,
     as_json: Json = False,
 ) -> None:
     """Train one recipe from the base checkpoint and print its scores; no environment, no policy."""
     from .run_recipe import run_recipe as run
 
-    result = run(recipe, task, instance, seed, save)
+    result = run(recipe, task, instance, seed, save, _faults(on_fault, max_round_seconds))
     console.print_json(data=result) if as_json else _print_round(result)
     if result["failure"] is not None:
         raise typer.Exit(1)
@@ -378,6 +394,7 @@ def _environment(
     price: float,
     samples: int,
     devices: str,
+    faults: Mapping[str, Any],
 ) -> EnvSettings:
     from ..envs.budget import Budget
     from ..envs.reward import RewardSettings
@@ -397,8 +414,28 @@ def _environment(
         budget=Budget(budget, unit, max_rounds, patience),
         price=price,
         evaluator=evaluator,
+        faults=faults,
         devices=tuple(d.strip() for d in devices.split(",") if d.strip()),
     )
+
+
+def _faults(on_fault: list[str] | None, max_round_seconds: float | None) -> dict[str, Any]:
+    """Return the settings of a fault policy that differ from its defaults."""
+    from ..inner_trainers.fault_policy import FaultPolicy
+
+    settings: dict[str, Any] = {}
+    responses = {}
+    for text in on_fault or []:
+        kind, separator, response = text.partition("=")
+        if not separator:
+            raise ValueError(f"--on-fault: expected KIND=RESPONSE, for example diverged=retry, got {text!r}.")
+        responses[kind.strip()] = response.strip()
+    if responses:
+        settings["responses"] = responses
+    if max_round_seconds is not None:
+        settings["max_round_seconds"] = max_round_seconds
+    FaultPolicy.from_dict(settings)
+    return settings
 
 
 def _instances(environment: EnvSettings, text: str) -> list[int]:
@@ -461,7 +498,8 @@ def _print_json(comparison: Comparison) -> None:
 
 
 def _print_round(result: dict[str, Any]) -> None:
-    console.print(f"recipe   {plain(json.dumps(result['recipe']))}")
+    read = {name: value for name, value in result["recipe"].items() if name not in result["ignored"]}
+    console.print(f"recipe   {plain(json.dumps(read))}")
     console.print(f"ended    {result['ended']} after {result['steps']} steps")
     if result["failure"] is not None:
         console.print(f"failure  {plain(json.dumps(result['failure']))}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from ..inner_trainers.tasks import resolve_task
 from .settings import require_folder
 
 
-def run_recipe(path: Path, task: str, instance: int, seed: int, save: Path | None) -> dict[str, Any]:
+def run_recipe(
+    path: Path, task: str, instance: int, seed: int, save: Path | None, faults: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Train and score a recipe; return plain data.
 
     Args:
@@ -21,6 +24,7 @@ def run_recipe(path: Path, task: str, instance: int, seed: int, save: Path | Non
         instance: instance seed.
         seed: seed of the round.
         save: where the weights go, as safetensors; None for nowhere.
+        faults: settings of the TRL trainer's fault policy.
     """
     recipe = load_recipe(path)
     if save is not None:
@@ -30,9 +34,10 @@ def run_recipe(path: Path, task: str, instance: int, seed: int, save: Path | Non
     drawn = resolve_task(task).instance(instance)
     trainer: Any = drawn.trainer()
     if trainer is None:
+        from ..inner_trainers.fault_policy import FaultPolicy
         from ..inner_trainers.trl.trainer import TrlTrainer
 
-        trainer = TrlTrainer()
+        trainer = TrlTrainer(fault_policy=FaultPolicy.from_dict(faults or {}))
     trainer.check(drawn, recipe)
     base = trainer.base(drawn)
     session = trainer.begin(drawn, recipe, base, seed)
@@ -66,9 +71,11 @@ def run_recipe(path: Path, task: str, instance: int, seed: int, save: Path | Non
     data = report.to_dict()
     return {
         "recipe": data["recipe"],
+        "ignored": list(trainer.ignored_settings(recipe.algorithm)),
         "ended": data["ended"],
         "steps": data["steps"],
         "failure": data["failure"],
+        "rescued": data["rescued"],
         "flags": flags,
         "training_cost": data["training_cost"],
         "scores": scores,

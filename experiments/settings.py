@@ -28,6 +28,7 @@ class EnvSettings:
         budget: the budget of one episode.
         price: reward taken for spending the whole budget.
         evaluator: settings of the TRL trainer's evaluator.
+        faults: settings of the TRL trainer's fault policy.
         devices: devices that workers take in turn; empty lets torch choose.
     """
 
@@ -37,6 +38,7 @@ class EnvSettings:
     budget: Budget = field(default_factory=Budget)
     price: float = 0.1
     evaluator: Mapping[str, Any] = field(default_factory=dict)
+    faults: Mapping[str, Any] = field(default_factory=dict)
     devices: tuple[str, ...] = ()
 
     def device_of(self, worker: int) -> str:
@@ -54,9 +56,11 @@ class EnvSettings:
         if own is not None:
             return own
         from ..inner_trainers.evaluation import Evaluator
+        from ..inner_trainers.fault_policy import FaultPolicy
         from ..inner_trainers.trl.trainer import TrlTrainer
 
-        return TrlTrainer(Evaluator(**self.evaluator), device=self.device_of(worker))
+        policy = FaultPolicy.from_dict(self.faults)
+        return TrlTrainer(Evaluator(**self.evaluator), device=self.device_of(worker), fault_policy=policy)
 
     def build(
         self, worker: int = 0, journal: Journal | None = None, trainer: InnerTrainer | None = None
@@ -80,7 +84,7 @@ class EnvSettings:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
-        data = asdict(replace(self, evaluator=dict(self.evaluator)))
+        data = asdict(replace(self, evaluator=dict(self.evaluator), faults=dict(self.faults)))
         return {k: list(v) if isinstance(v, tuple) else v for k, v in data.items()}
 
 

@@ -19,6 +19,10 @@ REPLAYED = " (replayed)"
 """What a pool of replayed demonstrations is called, after its source."""
 
 
+TOLERATED_REPEATS = 0.01
+"""Share of a source's rows that may repeat others without a word: a few fall together by chance."""
+
+
 class Tokenised(Protocol):
     """What every kind of tokenised rows has in common; see `data.TokenisedRows`.
 
@@ -117,7 +121,7 @@ class TaskRows:
         return ids
 
     def repeat_flags(self, spec: AlgorithmSpec, recipe: Recipe) -> tuple[str, ...]:
-        """Return a sentence for each source of the mix some of whose rows are equal."""
+        """Return a sentence for each source of the mix of which more than `TOLERATED_REPEATS` of the rows repeat."""
         flags = []
         for pool in self.pools(spec, recipe):
             kind = "demonstrations" if pool.endswith(REPLAYED) else spec.rows
@@ -126,7 +130,7 @@ class TaskRows:
                 rows = self._task.built.sources[key[0]].rows[kind]
                 distinct = distinct_rows(rows)
                 said = f"source {key[0]!r}: {len(rows)} {kind} rows, {distinct} distinct"
-                self._repeats[key] = said if distinct < len(rows) else ""
+                self._repeats[key] = said if distinct < (1.0 - TOLERATED_REPEATS) * len(rows) else ""
             flags.append(self._repeats[key])
         return tuple(dict.fromkeys(flag for flag in flags if flag))
 

@@ -1,0 +1,25 @@
+"""The tables of the documentation are those that the code makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from posttrain_gym.experiments.doc_tables import algorithm_table, fault_table
+from posttrain_gym.inner_trainers.base import CAUSES
+from posttrain_gym.inner_trainers.fault_kinds import FAULTS
+from posttrain_gym.inner_trainers.trl.algorithms import ALGORITHMS
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+
+def test_the_table_of_algorithms_is_the_registry() -> None:
+    table = algorithm_table()
+    assert table in (DOCS / "algorithms.md").read_text()
+    assert table.count("\n") == 1 + len(ALGORITHMS)
+
+
+def test_the_table_of_faults_is_the_one_the_code_uses() -> None:
+    table = fault_table()
+    assert table in (DOCS / "faults.md").read_text()
+    assert table.count("\n") == 1 + len(FAULTS)
+    assert {fault.cause for fault in FAULTS.values()} == set(CAUSES)
