@@ -226,8 +226,8 @@ def describe(rows: Sequence[Mapping[str, Any]]) -> str:
         f"{len(rows)} real rounds: each recipe runs from the base checkpoint with {len(SEEDS)} seeds. Change of the "
         "TEST score, mean over seeds ± standard error (spread between seeds joined with the item errors of both "
         "scores). Letters tasks have seed 0, five sources of one quality and one verifier with 512 demonstrations "
-        "each, and a benchmark that weighs its four dimensions alike. The settings were chosen by hand on these very tasks: "
-        "the table shows what an algorithm can do and undo, not what to expect of an untried task.",
+        "each, and a benchmark that weighs its four dimensions alike. The settings were chosen by hand on these very "
+        "tasks: the table shows what an algorithm can do and undo, not what to expect of an untried task.",
         "",
         "| task | algorithm | setting | recipe | score before | change | each seed | pass@8 | train tokens | seconds |",
         "|---|---|---|---|---|---|---|---|---|---|",
