@@ -30,7 +30,7 @@ STOP = 0
 MIX_GRID = 1000
 """Mix weights are multiples of 1 / MIX_GRID."""
 
-COSTLY_KNOBS = ("batch_size", "gradient_accumulation", "kl_coef", "lora_rank", "max_length")
+COSTLY_KNOBS = ("batch_size", "gradient_accumulation", "kl_coef", "lora_rank", "max_length", "packing")
 """Knobs that change what an optimiser step can cost; all but ``lora_rank`` cost the least at their lowest value."""
 
 _SIGNIFICANT_DIGITS = 4

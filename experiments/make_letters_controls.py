@@ -71,6 +71,7 @@ def run_control(name: str, seeds: Sequence[int] = SEEDS) -> list[dict[str, Any]]
                 "failure": None if report.failure is None else report.failure.kind,
                 "train_tokens": report.training_cost.in_unit("train_tokens"),
                 "versions": versions(),
+                "note": "",
             }
         )
     return rows

@@ -7,10 +7,13 @@ import math
 
 import pytest
 
+from posttrain_gym.experiments import make_effects as effects
 from posttrain_gym.experiments import make_letters_controls as controls
 from posttrain_gym.experiments import make_letters_rounds as rounds
 from posttrain_gym.experiments.comparison import normalised
+from posttrain_gym.inner_trainers.recipe import Recipe
 from posttrain_gym.inner_trainers.tasks.letters import BASES
+from posttrain_gym.inner_trainers.trl.algorithms import ALGORITHMS
 
 
 def test_the_table_is_complete_and_shows_that_the_best_recipe_depends_on_the_state() -> None:
@@ -72,7 +75,7 @@ def test_a_sample_of_rounds_gives_the_committed_scores(instance: int, name: str)
     )
     again = rounds.run_instance(instance, (0,), (name,))[0]
     assert again["content_hash"] == committed["content_hash"]
-    assert again["recipe"] == committed["recipe"]
+    assert Recipe.from_dict(json.loads(again["recipe"])) == Recipe.from_dict(json.loads(committed["recipe"]))
     assert again["train_tokens"] == pytest.approx(committed["train_tokens"], rel=0.02)
     # equal bit for bit on one machine; another processor may round differently, and a score has its error
     assert again["base_test_score"] == pytest.approx(committed["base_test_score"], abs=2 * committed["base_test_error"])
@@ -111,3 +114,34 @@ def test_a_control_gives_its_committed_scores() -> None:
     again = controls.run_control("messy, sound verifier", (committed["seed"],))[0]
     assert again["content_hash"] == committed["content_hash"]
     assert again["test_score"] == pytest.approx(committed["test_score"], abs=2 * committed["test_error"])
+
+
+def test_every_algorithm_helps_and_can_hurt_by_more_than_two_standard_errors() -> None:
+    rows = effects.read_results()
+    assert (effects.RESULTS / "effects.md").read_text() == effects.describe(rows)
+    assert {(row["case"], row["seed"]) for row in rows} == {(c.name, s) for c in effects.CASES for s in effects.SEEDS}
+    assert len(rows) == len(effects.CASES) * len(effects.SEEDS)
+    found = effects.changes(rows)
+    for algorithm in ALGORITHMS:
+        assert {case.effect for case in effects.CASES if case.algorithm == algorithm} == {"helps", "hurts"}
+    for case in effects.CASES:
+        change, error = found[case.name]
+        signed = change if case.effect == "helps" else -change
+        assert signed > 2 * error, case.name
+        each = [row["test_score"] - row["base_test_score"] for row in rows if row["case"] == case.name]
+        assert all((value > 0) == (case.effect == "helps") for value in each), case.name
+
+
+@pytest.mark.parametrize(
+    "what", ["value head", "sigmoid+sft loss", "verifier that pays for length", "conversations that use the tool"]
+)
+def test_a_sample_of_effects_gives_the_committed_scores(what: str) -> None:
+    case = next(case for case in effects.CASES if case.what == what)
+    committed = next(row for row in effects.read_results() if row["case"] == case.name and row["seed"] == 0)
+    again = effects.run_case(case, (0,))[0]
+    for name in ("content_hash", "recipe", "failure", "steps"):
+        assert again[name] == committed[name]
+    assert again["train_tokens"] == pytest.approx(committed["train_tokens"], rel=0.02)
+    # equal bit for bit on one machine; another processor may round differently, and a score has its error
+    assert again["base_test_score"] == pytest.approx(committed["base_test_score"], abs=2 * committed["base_test_error"])
+    assert again["test_score"] == pytest.approx(committed["test_score"], abs=2 * committed["test_error"] + 1e-9)
