@@ -268,6 +268,7 @@ def test_an_instance_is_read_through_its_own_handle(
         nvmlDeviceGetTotalEnergyConsumption=nvml_error("NotSupported", "Not Supported"),
         nvmlDeviceGetPowerUsage=nvml_error("NotSupported", "Not Supported"),
         nvmlDeviceGetUtilizationRates=nvml_error("NotSupported", "Not Supported"),
+        nvmlDeviceGetTemperature=lambda handle, sensor: 50,
     )
     for value, total in [("MIG-2222", 10), (f"MIG-{BIG}/3/0", 10), ("0", 5), (BIG, 5), ("1", 8)]:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
