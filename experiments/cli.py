@@ -1,4 +1,4 @@
-"""The command line: ``posttrain-gym demo | train | evaluate | compare | run-recipe | tasks | policies | bench``."""
+"""The command line, `posttrain-gym`: one function for each command, and what their options share."""
 
 from __future__ import annotations
 

@@ -161,3 +161,58 @@ def test_masks_have_one_entry_for_each_algorithm(trainer: TrlTrainer) -> None:
     assert env.action_space["algorithm"].n == 1 + len(ALGORITHMS)
     assert env.action_masks().shape == (1 + len(ALGORITHMS) + 3,)
     assert env.action_masks().dtype == np.bool_
+
+
+def test_the_environment_takes_a_fault_policy_for_the_library_trainer_alone(tmp_path: Path) -> None:
+    task = TinyTask(write_tiny_checkpoint(tmp_path))
+    settings = {"responses": {"diverged": "retry"}, "max_round_seconds": 600}
+    env: Any = gym.make("PostTrain/Recipe-v0", task=task, faults=settings).unwrapped
+    policy = env.trainer.fault_policy
+    assert (dict(policy.responses), policy.max_round_seconds, policy.max_retries) == ({"diverged": "retry"}, 600, 2)
+    assert env.trainer.fingerprint["fault_policy"]["responses"] == {"diverged": "retry"}
+    for bad, message in (
+        ({"respnses": {}}, r"^fault policy: unknown key 'respnses'\. Did you mean 'responses'\?"),
+        ({"responses": {"oom": "retry"}}, r"^responses\.oom: 'retry' does not fit: .*; what fits: stop, rollback\.$"),
+        ({"responses": {"divergd": "stop"}}, r"^responses: unknown fault 'divergd'\. Did you mean 'diverged'\?"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gym.make("PostTrain/Recipe-v0", task=task, faults=bad)
+    with pytest.raises(ValueError, match=r"^faults: it configures the TRL trainer; with a trainer of your own"):
+        gym.make("PostTrain/Recipe-v0", task=task, trainer=TrlTrainer(), faults={})
+
+
+def test_a_rescued_round_in_the_environment_is_scored_and_says_so(tmp_path: Path) -> None:
+    from posttrain_gym.envs.decision_space import DecisionSpace, Parameter
+
+    task = TinyTask(write_tiny_checkpoint(tmp_path))
+    space = DecisionSpace(
+        ("sft",),
+        ("bad", "good"),
+        {"sft": ("bad", "good")},
+        parameters={"learning_rate": Parameter(1e-3, 1e4, scale="log")},
+        fixed={"steps": 6, "batch_size": 8},
+    )
+    found = {}
+    for response, rate in (("stop", 5.0), ("retry", 5.0), ("rollback", 1.0)):
+        faults = {"responses": {"diverged": response}}
+        env: Any = gym.make("PostTrain/Recipe-v0", task=task, space=space, faults=faults).unwrapped
+        env.reset(seed=0)
+        _, reward, _, _, info = env.step(env.encode_recipe(space.recipe("sft", learning_rate=rate, start="base")))
+        assert np.isfinite(reward)
+        found[response] = info["round"], reward, env.search
+    tokens_of_a_step = 8 * 6  # rows of a prompt of four, a letter and the end
+    stopped, reward, search = found["stop"]
+    assert (stopped["ended"], stopped["failure"]["kind"], stopped["failure"]["step"]) == ("failed", "diverged", 2)
+    assert (stopped["score"], stopped["checkpoint"], stopped["charged"]) == (None, None, 2 * tokens_of_a_step)
+    assert reward == pytest.approx(-0.1 - 0.1 * stopped["charged"] / 200_000)
+    assert search.checkpoints["latest"].id == "base"
+    retried, _, search = found["retry"]
+    assert (retried["ended"], retried["failure"], retried["steps"]) == ("finished", None, 6)
+    assert [(fault["kind"], fault["step"]) for fault in retried["rescued"]] == [("diverged", 2), ("diverged", 4)]
+    assert [row["learning_rate"] for row in retried["curves"]] == [5.0, 5.0, 2.5, 2.5, 1.25, 1.25]
+    assert retried["charged"] > 6 * tokens_of_a_step  # the steps that were lost, and the evaluation
+    assert search.checkpoints["latest"].id == retried["checkpoint"]
+    rolled, _, search = found["rollback"]
+    assert (rolled["ended"], rolled["failure"], len(rolled["rescued"])) == ("rolled_back", None, 1)
+    assert search.checkpoints["latest"].id == rolled["checkpoint"]
+    assert rolled["score"] is not None
