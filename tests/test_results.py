@@ -118,7 +118,7 @@ def test_a_control_gives_its_committed_scores() -> None:
 
 def test_every_algorithm_helps_and_can_hurt_by_more_than_two_standard_errors() -> None:
     rows = effects.read_results()
-    assert (effects.RESULTS / "effects.md").read_text() == effects.describe(rows)
+    assert (rounds.RESULTS / "effects.md").read_text() == effects.describe(rows)
     assert {(row["case"], row["seed"]) for row in rows} == {(c.name, s) for c in effects.CASES for s in effects.SEEDS}
     assert len(rows) == len(effects.CASES) * len(effects.SEEDS)
     found = effects.changes(rows)
