@@ -12,6 +12,7 @@ from posttrain_gym.inner_trainers.base import Cost, Limit
 from posttrain_gym.inner_trainers.recipe import Recipe
 from posttrain_gym.inner_trainers.testing import TinyTask
 from posttrain_gym.inner_trainers.trl import session as session_module
+from posttrain_gym.inner_trainers.trl import worker as worker_module
 from posttrain_gym.inner_trainers.trl.data import draw_mix
 from posttrain_gym.inner_trainers.trl.models import LoadedModel
 from posttrain_gym.inner_trainers.trl.sft import MeteredSFTTrainer
@@ -91,7 +92,8 @@ def test_seconds_overshoot_by_the_first_step_at_most(
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(MeteredSFTTrainer, "compute_loss", ten_seconds)
-    monkeypatch.setattr(session_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for module in (session_module, worker_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     session = trainer.begin(task, sft(), trainer.base(task), 3, Limit("device_seconds", limit))
     while not session.done:
         session.advance(stride)
