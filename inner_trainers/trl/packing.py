@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,11 @@ import torch
 
 from .data import TokenisedRows, draw_mix
 
-_PROBE_TOLERANCE = 1e-3
+_LEAK_TOLERANCE = 1e-5
+"""Largest change of a row's logits, relative to their size, when what it is packed with changes: rounding."""
+
+_POSITION_TOLERANCE = 1e-4
+"""Largest difference from the logits of the row alone, likewise: the two may come from different kernels."""
 
 
 @dataclass(frozen=True)
@@ -108,22 +113,27 @@ def packed_columns(
 
 @torch.no_grad()
 def rows_stay_apart(model: Any) -> bool:
-    """Return whether a packed row gets the logits that it gets alone: measured, on a few tokens.
+    """Return whether packed rows get the logits that they get alone, whatever they are packed with: measured.
 
-    Not every architecture and attention implementation keeps packed rows apart.
+    Not every architecture and attention implementation keeps packed rows apart. Some leak little, a convolution over a
+    few tokens for example, so what a row is packed with is changed and must change nothing.
     """
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return False
     device = next(model.parameters()).device
     size = min(model.config.get_text_config().vocab_size, 97)
-    first = torch.arange(3, device=device) * 31 % size
-    second = torch.arange(1, 6, device=device) * 17 % size
+    tokens = torch.arange(1, 8, device=device)
+    first, other, second = tokens[:3] * 31 % size, tokens[3:6] * 13 % size, tokens[:5] * 17 % size
     was_training = model.training
     model.eval()
     try:
-        ids = torch.cat([first, second])[None].repeat(2, 1)
-        positions = torch.cat([torch.arange(3), torch.arange(5)])[None].repeat(2, 1).to(device)
-        packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, 3:]
+        ids = torch.stack([torch.cat([first, second, first]), torch.cat([other, second, other])])
+        positions = torch.cat([torch.arange(3), torch.arange(5), torch.arange(3)])[None].repeat(2, 1).to(device)
+        packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, 3:8]
         alone = model(input_ids=second[None], use_cache=False).logits
     finally:
         model.train(was_training)
-    scale = float(alone.abs().max().clamp(min=1.0))
-    return float((packed - alone).abs().max()) <= _PROBE_TOLERANCE * scale
+    scale = float(alone.abs().max())
+    seen = float((packed[0] - packed[1]).abs().max())
+    moved = float((packed - alone).abs().max())
+    return seen <= _LEAK_TOLERANCE * scale and moved <= _POSITION_TOLERANCE * scale
