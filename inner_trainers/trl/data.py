@@ -92,8 +92,13 @@ def labelled_rows(input_ids: Sequence[list[int]], labels: Sequence[list[int]]) -
 
 
 def tokenise_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> TokenisedRows:
-    """Tokenise raw text with a loss on every token but the first, which nothing predicts; cut nothing."""
-    return with_loss_on_every_token(tokenizer(text=list(texts))["input_ids"])
+    """Tokenise raw text with a loss on every token but the first, which nothing predicts; cut nothing.
+
+    As in TRL's SFT trainer, text that does not end with the end token is given one.
+    """
+    eos = tokenizer.eos_token or ""
+    ended = [text if eos and text.endswith(eos) else text + eos for text in texts]
+    return with_loss_on_every_token(tokenizer(text=ended)["input_ids"])
 
 
 def with_loss_on_every_token(input_ids: list[list[int]]) -> TokenisedRows:
