@@ -99,6 +99,7 @@ class AlgorithmSpec:
         adapters: whether it can train LoRA adapters.
         chats: whether what it samples may be a turn of a conversation, written with the task's chat template.
         tools: whether conversations that it samples may go on after a tool's answer, whose tokens carry no gradient.
+        samples_first: whether all of its sampling comes before its first optimiser step.
     """
 
     name: str
@@ -115,6 +116,7 @@ class AlgorithmSpec:
     adapters: bool = True
     chats: bool = False
     tools: bool = False
+    samples_first: bool = False
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -300,6 +302,7 @@ ALGORITHMS = MappingProxyType(
                 sampled=True,
                 grouped=True,
                 chats=True,
+                samples_first=True,
             ),
             AlgorithmSpec(
                 "rloo",

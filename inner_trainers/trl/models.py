@@ -54,17 +54,23 @@ class LoadedModel:
         return model
 
 
-def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+def load_model(folder: Path, device: torch.device, dtype: torch.dtype, role: str = "base checkpoint") -> LoadedModel:
     """Load a folder written by `save_pretrained`; safetensors only, no remote code.
+
+    Args:
+        folder: the folder.
+        device: where the model goes.
+        dtype: type of its weights.
+        role: what messages call the folder.
 
     Raises:
         ValueError: the folder lacks a file, or one is damaged; the message names it.
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
-        raise ValueError(f"base checkpoint: {folder} has no config.json; expected a folder written by save_pretrained.")
+        raise ValueError(f"{role}: {folder} has no config.json; expected a folder written by save_pretrained.")
     transformers_logging.disable_progress_bar()
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, role)
     try:
         template, loading = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -75,24 +81,24 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Loaded
             output_loading_info=True,
         )
     except Exception as error:  # the hub library raises many types for one fact: this folder cannot be loaded
-        raise _cannot_be_loaded(folder, error) from error
+        raise _cannot_be_loaded(folder, error, role) from error
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):  # the library fills gaps with random numbers
         names = sorted(map(str, loading.get(kind, ())))
         if names:
             raise ValueError(
-                f"base checkpoint: {folder} does not fit its config.json: {kind.replace('_', ' ')} "
+                f"{role}: {folder} does not fit its config.json: {kind.replace('_', ' ')} "
                 f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''} ({len(names)} in all); "
                 "write the folder anew with save_pretrained."
             )
     broken = [name for name, value in template.state_dict().items() if not bool(torch.isfinite(value).all())]
     if broken:
         raise ValueError(
-            f"base checkpoint: {folder} holds weights that are not finite numbers, for example {broken[0]}; "
+            f"{role}: {folder} holds weights that are not finite numbers, for example {broken[0]}; "
             "copy the folder again."
         )
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            f"base checkpoint: the tokenizer of {folder} has no end token (eos_token), so no answer could ever end; "
+            f"{role}: the tokenizer of {folder} has no end token (eos_token), so no answer could ever end; "
             "set one and save the tokenizer again."
         )
     if tokenizer.pad_token_id is None:
@@ -106,7 +112,7 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Loaded
     )
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: Path, role: str = "base checkpoint") -> PreTrainedTokenizerBase:
     """Load the tokenizer of a checkpoint folder; no remote code.
 
     Raises:
@@ -115,12 +121,12 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise _cannot_be_loaded(folder, error) from error
+        raise _cannot_be_loaded(folder, error, role) from error
 
 
-def _cannot_be_loaded(folder: Path, error: Exception) -> ValueError:
+def _cannot_be_loaded(folder: Path, error: Exception, role: str) -> ValueError:
     return ValueError(
-        f"base checkpoint: {folder} cannot be loaded ({first_line(error, 200)}). "
+        f"{role}: {folder} cannot be loaded ({first_line(error, 200)}). "
         "A file is missing or damaged; copy the folder again or write it anew with save_pretrained."
     )
 

@@ -1,16 +1,17 @@
 """Rejection-sampling fine-tuning: sample, verify, deduplicate, and train on what passes, all in one round.
 
-Completions are sampled with the starting weights before the first optimiser step, as many as the round's steps will
-train on. What they cost is charged as it is spent.
+Completions are sampled with the starting weights when training begins, as many as the round's steps will train on.
+What they cost is charged as it is spent.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import datasets
 import numpy as np
 
 from ..faults import NothingPassedError
@@ -18,30 +19,52 @@ from ..sampling import sample_completions
 from .context import RoundContext
 from .data import TokenisedRows, labelled_rows, tokenise_demonstrations
 from .on_policy import verified_reward
-from .sft import supervised_trainer
+from .sft import MeteredSFTTrainer, supervised_trainer
 
 SAMPLING_SHARE = 0.5
 """Share of a limit in seconds after which sampling ends; in other units its cost is known and planned for."""
 
+Columns = dict[str, list[list[int]]]
 
-def build_trainer(context: RoundContext) -> Any:
-    """Sample, and return the trainer on what passed.
 
-    Raises:
-        NothingPassedError: no completion got the recipe's ``min_reward``.
-    """
-    passed = _passing(context)
-    rows = _tokenised(context, passed)
+class RejectionSamplingTrainer(MeteredSFTTrainer):
+    """`MeteredSFTTrainer` that makes its rows when training begins, so that sampling is a part of the round."""
+
+    sample: Callable[[], Columns]
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample, then train on what passed.
+
+        Raises:
+            NothingPassedError: no completion got the recipe's ``min_reward``.
+        """
+        self.train_dataset = datasets.Dataset.from_dict(self.sample())
+        return super().train(*args, **kwargs)
+
+
+def build_trainer(context: RoundContext) -> RejectionSamplingTrainer:
+    """Return the trainer for a recipe whose prompts are drawn; it has no rows before it trains."""
+    placeholder = [[context.tokenizer.eos_token_id]]
+    trainer: RejectionSamplingTrainer = supervised_trainer(
+        context, {"input_ids": placeholder, "labels": placeholder}, kind=RejectionSamplingTrainer
+    )
+    trainer.sample = lambda: _sampled_columns(context)
+    return trainer
+
+
+def _sampled_columns(context: RoundContext) -> Columns:
+    """Return rows that passed, in training order: each comes again only after all others came."""
+    rows = _tokenised(context, _passing(context))
     recipe = context.recipe
     count = recipe.steps * recipe.batch_size * recipe.gradient_accumulation
     rng = np.random.default_rng(context.seed)
     order: list[int] = []
     while len(order) < count:
         order += rng.permutation(rows.trainable).tolist()
-    order = order[:count]
-    return supervised_trainer(
-        context, {"input_ids": [rows.input_ids[i] for i in order], "labels": [rows.labels[i] for i in order]}
-    )
+    return {
+        "input_ids": [rows.input_ids[i] for i in order[:count]],
+        "labels": [rows.labels[i] for i in order[:count]],
+    }
 
 
 def _passing(context: RoundContext) -> list[Mapping[str, str]]:
@@ -81,7 +104,7 @@ def _passing(context: RoundContext) -> list[Mapping[str, str]]:
     model.train()
     if not found:
         raise NothingPassedError(
-            f"of {sampled.total()} completions of {sum(sampled.values()) // recipe.num_generations} prompts "
+            f"of {sampled.total()} completions of {sampled.total() // recipe.num_generations} prompts "
             f"{passed.total() or 'none'} got a reward of at least {recipe.min_reward:g}"
             + (", and all of those are empty" if passed else "")
         )
@@ -93,7 +116,32 @@ def _passing(context: RoundContext) -> list[Mapping[str, str]]:
 
 
 def _tokenised(context: RoundContext, rows: list[Mapping[str, str]]) -> TokenisedRows:
+    """Return the rows up to the end token of each answer, those left out that are longer than what can be sampled.
+
+    The tokens that were sampled may be others than those that their text is written with: half a character, say, is
+    decoded to a replacement character.
+
+    Raises:
+        NothingPassedError: all are longer.
+    """
     if context.chat is None:
-        return tokenise_demonstrations(context.tokenizer, rows)
-    turns = [context.chat.turns(row["prompt"], row["completion"]) for row in rows]
-    return labelled_rows(*zip(*context.chat.encode(turns, "sampled completions"), strict=True))
+        rendered = tokenise_demonstrations(context.tokenizer, rows)
+    else:
+        turns = [context.chat.turns(row["prompt"], row["completion"]) for row in rows]
+        rendered = labelled_rows(*zip(*context.chat.encode(turns, "sampled completions"), strict=True))
+    longest = context.task.built.benchmark.max_new_tokens + 1  # a completion that was cut gets an end token
+    input_ids, labels = [], []
+    for ids, row in zip(rendered.input_ids, rendered.labels, strict=True):
+        supervised = [position for position, label in enumerate(row) if label != -100]
+        if supervised and supervised[-1] - supervised[0] < longest:
+            input_ids.append(ids[: supervised[-1] + 1])
+            labels.append(row[: supervised[-1] + 1])
+    if len(input_ids) < len(rows):
+        context.meter.flags.append(
+            f"rft: {len(rows) - len(input_ids)} of {len(rows)} different completions that passed are written with more "
+            f"than {longest} tokens and left out"
+        )
+    kept = labelled_rows(input_ids, labels) if input_ids else None
+    if kept is None or not kept.trainable:
+        raise NothingPassedError(f"all {len(rows)} completions that passed are written with more than {longest} tokens")
+    return kept

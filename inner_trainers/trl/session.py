@@ -80,6 +80,7 @@ class TrlSession:
         round_id: str,
         flops: Callable[[Meter], float],
         step_bound: Cost,
+        later_bound: Cost,
         limit: Limit | None,
         watch: FaultWatch,
         torch_threads: int | None,
@@ -89,7 +90,8 @@ class TrlSession:
         rows_without_supervision: int = 0,
     ) -> None:
         self._recipe, self._start, self._seed, self._round_id = recipe, start, seed, round_id
-        self._flops, self._bound, self._limit, self._watch = flops, step_bound, limit, watch
+        self._flops, self._limit, self._watch = flops, limit, watch
+        self._bound, self._later_bound = step_bound, later_bound
         self._device, self._reads = device, reads
         self._policy = watch.policy
         self._rescue = Rescue(self._policy, start.weights)
@@ -301,7 +303,8 @@ class TrlSession:
         if self._limit is None:
             return False
         unit = self._limit.unit
-        next_step = self._slowest_step if unit == "device_seconds" else self._bound.in_unit(unit)
+        bound = self._later_bound if self._worker.started else self._bound
+        next_step = self._slowest_step if unit == "device_seconds" else bound.in_unit(unit)
         spent = self._wall_seconds if unit == "device_seconds" else self.cost.in_unit(unit)
         if unit == "device_seconds" and self._worker.running:
             spent += time.perf_counter() - self._worker.began
@@ -460,6 +463,7 @@ class _ParkingCallback(TrainerCallback):  # type: ignore[misc]
         """Give the collector back what was set aside while training was set up."""
         self._session._worker.give_back_garbage()
         self._session._note_memory()
+        self._session._step_began = time.perf_counter()  # what came before is no part of the first step
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note the learning rate that this step really uses."""

@@ -29,7 +29,7 @@ class MeteredSFTTrainer(MeteredTrainer, SFTTrainer):  # type: ignore[misc]
         return super().compute_loss(model, inputs, **kwargs)
 
 
-def build_trainer(context: RoundContext) -> SFTTrainer:
+def build_trainer(context: RoundContext) -> Any:
     """Return the trainer for a recipe whose demonstrations are drawn."""
     return supervised_trainer(context, drawn_columns(context), loss=context.loss)
 
@@ -45,16 +45,22 @@ def drawn_columns(context: RoundContext) -> dict[str, list[list[int]]]:
     }
 
 
-def supervised_trainer(context: RoundContext, columns: Mapping[str, list[list[int]]], loss: str = "nll") -> SFTTrainer:
+def supervised_trainer(
+    context: RoundContext,
+    columns: Mapping[str, list[list[int]]],
+    loss: str = "nll",
+    kind: type[MeteredSFTTrainer] = MeteredSFTTrainer,
+) -> Any:
     """Return a trainer on rows in training order.
 
     Args:
         context: the round.
         columns: ``input_ids`` and ``labels`` of each row; packs have ``seq_lengths`` too.
         loss: ``"nll"``, the negative log-likelihood, or ``"dft"``.
+        kind: class of the trainer.
     """
     packed = "seq_lengths" in columns
-    trainer = MeteredSFTTrainer(
+    trainer = kind(
         model=context.model,
         args=hold_to_device(
             SFTConfig(

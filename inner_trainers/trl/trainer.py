@@ -72,6 +72,7 @@ class TrlTrainer:
         self.fault_policy = FaultPolicy() if fault_policy is None else fault_policy
         self._models: dict[str, tuple[str, LoadedModel]] = {}  # folder -> hash of its files, model
         self._residents: OrderedDict[str, _Resident] = OrderedDict()  # content hash -> task, the last used at the end
+        self._differences: dict[tuple[str, ...], str] = {}  # folders and hashes of a model and its teacher -> sentence
         self._written: set[str] = set()  # content hashes of tasks whose chat template is there
         if device != "auto" or precision != "auto":
             self._ready()  # a device or precision that is not there is refused at once
@@ -103,10 +104,19 @@ class TrlTrainer:
         return ALGORITHMS[algorithm].ignored
 
     def usable_sources(self, task: InnerTask, algorithm: str) -> tuple[str, ...]:
-        """Return the names of the sources that have the rows ``algorithm`` trains on, sorted."""
+        """Return the names of the sources that have the rows ``algorithm`` trains on, sorted.
+
+        There are none for an algorithm that needs a teacher where the task has none, or one of another vocabulary.
+
+        Raises:
+            ValueError: an unknown algorithm, or a teacher's folder that is missing or damaged.
+        """
         if algorithm not in ALGORITHMS:
             raise ValueError(f"algorithm: unknown {algorithm!r}.{did_you_mean(algorithm, ALGORITHMS)}")
-        return usable_sources(task, ALGORITHMS[algorithm])
+        spec = ALGORITHMS[algorithm]
+        if spec.needs_teacher and task.built.teacher is not None and self._vocabulary_difference(task):
+            return ()
+        return usable_sources(task, spec)
 
     def base(self, task: InnerTask) -> Checkpoint:
         """Return the task's base weights."""
@@ -124,10 +134,7 @@ class TrlTrainer:
         """Return the most one optimiser step can cost."""
         spec = self._checked(task, recipe)
         resident = self._load(task)
-        tokens = spec.step_tokens(recipe, resident.rows.lengths(spec, recipe))
-        return Cost(
-            tokens.trained, tokens.generated, tokens.scored + tokens.teacher, self._flops(resident, recipe, tokens)
-        )
+        return self._cost(resident, recipe, spec.step_tokens(recipe, resident.rows.lengths(spec, recipe)))
 
     def evaluation_cost_bound(self, task: InnerTask, split: str) -> Cost:
         """Return the most one evaluation can cost."""
@@ -170,7 +177,9 @@ class TrlTrainer:
             self._require_packing(resident)
         drawn = draw_rows(task, resident.rows, spec, recipe, seed)
         meter = Meter()
-        bound = self.step_cost_bound(task, recipe)
+        tokens = spec.step_tokens(recipe, resident.rows.lengths(spec, recipe))
+        bound = self._cost(resident, recipe, tokens)
+        later = StepTokens(trained=tokens.trained) if spec.samples_first else tokens
         module = importlib.import_module(f".{spec.module}", __package__)
 
         def build() -> Any:
@@ -205,6 +214,7 @@ class TrlTrainer:
             round_id=round_id(task, start, recipe, seed, spec.ignored),
             flops=lambda meter: self._flops(resident, recipe, _metered_tokens(meter)),
             step_bound=bound,
+            later_bound=self._cost(resident, recipe, later),
             limit=limit,
             watch=FaultWatch(resident.model.template.config.vocab_size, spec.on_policy, self.fault_policy),
             torch_threads=self._torch_threads,
@@ -279,7 +289,7 @@ class TrlTrainer:
         self._residents.move_to_end(key)
         return self._residents[key]
 
-    def _model(self, folder: Path, content: str) -> LoadedModel:
+    def _model(self, folder: Path, content: str, role: str = "base checkpoint") -> LoadedModel:
         """Return the model of a folder whose files have the hash ``content``, loaded once."""
         key = str(folder)
         if key not in self._models or self._models[key][0] != content:
@@ -291,7 +301,7 @@ class TrlTrainer:
 
             # building a module draws its initial weights before they are loaded
             with caller_random_state_kept(), trainable_tensors():
-                self._models[key] = content, load_model(folder, device, torch.float32)
+                self._models[key] = content, load_model(folder, device, torch.float32, role)
         return self._models[key][1]
 
     def _forget(self, resident: _Resident) -> None:
@@ -302,7 +312,7 @@ class TrlTrainer:
 
     def _teacher_model(self, task: InnerTask) -> LoadedModel:
         assert task.built.teacher is not None  # `check_recipe` refuses what needs one without
-        return self._model(task.built.teacher, task.built.teacher_hash)
+        return self._model(task.built.teacher, task.built.teacher_hash, "teacher checkpoint")
 
     def _teacher(self, task: InnerTask) -> Any:
         loaded = self._teacher_model(task)
@@ -312,7 +322,24 @@ class TrlTrainer:
         """Return the recipe's algorithm, or refuse what cannot run."""
         spec = check_recipe(task, recipe)
         self._require_template(task)
+        difference = self._vocabulary_difference(task) if spec.needs_teacher else ""
+        if difference:
+            raise ValueError(
+                f"algorithm: {spec.name} needs a teacher with the vocabulary of the model, but {difference} "
+                f"({task.built.teacher}); use a teacher of the same family or another algorithm."
+            )
         return spec
+
+    def _vocabulary_difference(self, task: InnerTask) -> str:
+        """Return how the teacher's vocabulary differs from the model's; empty when it does not. No model is loaded."""
+        from .vocabularies import vocabulary_difference
+
+        assert task.built.teacher is not None  # `check_recipe` refuses what needs one without
+        folders = Path(task.base_checkpoint()), task.built.teacher
+        key = (*map(str, folders), task.built.checkpoint_hash, task.built.teacher_hash)
+        if key not in self._differences:
+            self._differences[key] = vocabulary_difference(*folders)
+        return self._differences[key]
 
     def _require_packing(self, resident: _Resident) -> None:
         """Refuse packing for a model whose attention would let packed rows see each other."""
@@ -339,6 +366,10 @@ class TrlTrainer:
         folder = Path(task.base_checkpoint())
         require_template(load_tokenizer(folder), chat, str(folder))
         self._written.add(key)
+
+    def _cost(self, resident: _Resident, recipe: Recipe, tokens: StepTokens) -> Cost:
+        scored = tokens.scored + tokens.teacher
+        return Cost(tokens.trained, tokens.generated, scored, self._flops(resident, recipe, tokens))
 
     def _flops(self, resident: _Resident, recipe: Recipe, tokens: StepTokens) -> float:
         total = resident.model.parameters
