@@ -84,7 +84,8 @@ class FaultWatch:
             evidence = f"rewards differed at step {step}, yet the gradient was exactly 0: the weights are saturated"
             return failure("diverged", step, evidence)
         most = self.policy.max_kl
-        if most is not None and kl is not None and not kl <= most:  # NaN too
+        # KTO's estimate is one of whole answers and says nothing of runaway
+        if self._on_policy and most is not None and kl is not None and not kl <= most:  # NaN too
             return failure(
                 "kl_runaway", step, f"the KL divergence per token was {kl:.4g} at step {step}, above {most:g}"
             )

@@ -109,8 +109,12 @@ def test_a_gradient_of_zero_with_different_rewards_is_a_collapse() -> None:
 
 
 def test_kl_beyond_its_limit_runs_away() -> None:
-    assert watch(True).observe(1, 0.0, 1.0, kl=1e9) is None
     assert watch(True, max_kl=2.0).observe(1, 0.0, 1.0, kl=2.0) is None
+    assert watch(False, max_kl=2.0).observe(1, 0.5, 1.0, kl=50.0) is None  # KTO's is no divergence per token
+    assert watch(True).observe(1, 0.0, 1.0, kl=9.9) is None
+    by_default = watch(True).observe(1, 0.0, 1.0, kl=10.1)
+    assert by_default is not None and by_default.kind == "kl_runaway"
+    assert watch(True, max_kl=None).observe(1, 0.0, 1.0, kl=1e9) is None
     assert watch(True, max_kl=2.0).observe(1, 0.0, 1.0) is None
     fault = watch(True, max_kl=2.0).observe(4, 0.0, 1.0, kl=2.5)
     evidence = "the KL divergence per token was 2.5 at step 4, above 2"
