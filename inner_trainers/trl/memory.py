@@ -35,7 +35,7 @@ def forget_peak(device: torch.device) -> None:
 
 def take_apart(trainer: Any) -> None:
     """Cut the references between a trainer's parts, so that its memory goes without waiting for the cycle collector."""
-    for model in (trainer.model, getattr(trainer, "ref_model", None)):
+    for model in (trainer.model, *(getattr(trainer, name, None) for name in ("ref_model", "teacher_model"))):
         for module in () if model is None else model.modules():
             module.__dict__.pop("forward", None)  # TRL's fused head is a method bound to the model: a cycle
             for parameter in module.parameters(recurse=False):
