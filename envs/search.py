@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..inner_trainers.base import Checkpoint, Cost, Failure, InnerTrainer, RoundReport, Scorecard, round_id
+from ..inner_trainers.base import Checkpoint, Cost, Failure, InnerTrainer, Limit, RoundReport, Scorecard, round_id
 from ..inner_trainers.evaluation import completion_flags
 from ..inner_trainers.fault_kinds import FAULTS, failure
 from ..inner_trainers.faults import failure_from_exception
@@ -93,7 +93,8 @@ class Search:
         self._journal, self._episode, self._reuse = journal, episode, reuse
         self._fingerprint = json.loads(json.dumps(dict(trainer.fingerprint)))
         self._answers: dict[str, RoundReport] = {}
-        self._made_by: dict[str, tuple[str, Recipe, int, int]] = {}  # id -> id of the start, recipe, seed, steps
+        # id -> id of the start, recipe, seed, steps, limit
+        self._made_by: dict[str, tuple[str, Recipe, int, int, Limit | None]] = {}
         self._bounds: dict[Any, Cost] = {}
         self._sources = {name: self._usable_sources(name) for name in space.algorithms}
         self.available = {name: bool(sources) for name, sources in self._sources.items()}
@@ -214,6 +215,8 @@ class Search:
             answer = replace(self._answers[key], recipe=recipe, cached=True, wall_seconds=0.0)
             free = replace(answer, training_cost=Cost(), evaluation_cost=Cost())
             return self._settle(free, _without_weights(answer, start), replayed=False)
+        # What a round samples may follow from its limit; one in seconds would end a repeated round elsewhere.
+        limit = None if self.ledger.budget.unit == "device_seconds" else self.ledger.reserve(self._evaluation_cost())
         written = self._written_down(key)
         if written is not None:
             report, made = written, _without_weights(written, start)
@@ -222,7 +225,7 @@ class Search:
             self._write_down(key, report, made)
         if made is not None:
             steps = report.steps if report.rolled_back_to is None else report.rolled_back_to
-            self._made_by[made.id] = (start.id, recipe, seed, steps)
+            self._made_by[made.id] = (start.id, recipe, seed, steps, limit)
             if made.weights is not None:
                 self._kept[made.id] = made
         if report.ended == "finished" or (report.failure is not None and report.failure.cause in _REPEATABLE):
@@ -358,9 +361,9 @@ class Search:
     def _make_again(self, checkpoint: Checkpoint) -> Any:
         """Return the weights of a checkpoint of a journal that lost them; the round was charged when it first ran."""
         _LOG.warning("the weights of checkpoint %s were not kept; its round is repeated", checkpoint.id)
-        parent, recipe, seed, steps = self._made_by[checkpoint.id]
+        parent, recipe, seed, steps, limit = self._made_by[checkpoint.id]
         start = self._with_weights(Checkpoint(parent, None, checkpoint.depth - 1))
-        session = self.trainer.begin(self.task, recipe, start, seed, None)
+        session = self.trainer.begin(self.task, recipe, start, seed, limit)
         try:
             session.advance(steps)
             report, made = session.result()
@@ -411,8 +414,11 @@ class Search:
         return self._bounds[key]
 
 
-_REPEATABLE = ("hyperparameter", "data")
-"""Causes of failure that an equal round meets again; other rounds may succeed at a second try."""
+_REPEATABLE = ("hyperparameter", "data", "algorithm_mismatch")
+"""Causes of failure that an equal round meets again; other rounds may succeed at a second try.
+
+What an equal round samples and how it is rewarded follows from its seed, so one without a signal has none again.
+"""
 
 
 def _without_weights(report: RoundReport, start: Checkpoint) -> Checkpoint | None:

@@ -102,6 +102,10 @@ def _passing(context: RoundContext) -> list[Mapping[str, str]]:
                     if answer:  # an empty answer has nothing to learn but its end
                         found[prompt, answer] = None
     model.train()
+    whole = recipe.steps * chunk * recipe.num_generations
+    if sampled.total() < whole:  # other rows than those of the whole round
+        meter.history.append(f"sampled {sampled.total()} of {whole}")
+        meter.flags.append(f"rft: the limit of the round paid {sampled.total()} of {whole} completions")
     if not found:
         raise NothingPassedError(
             f"of {sampled.total()} completions of {sampled.total() // recipe.num_generations} prompts "

@@ -41,6 +41,7 @@ class Meter:
         sequences: training sequences.
         extra: further values of the step that is running, put into its curve row and cleared.
         flags: sentences for the report.
+        history: what made the round's weights others than those of the whole round, for `checkpoint_id`.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -52,6 +53,7 @@ class Meter:
     sequences: int = 0
     extra: dict[str, float] = field(default_factory=dict)
     flags: list[str] = field(default_factory=list)
+    history: list[str] = field(default_factory=list)
 
 
 class MeteredTrainer:
@@ -188,7 +190,8 @@ class TrlSession:
             checkpoint = None
             if weights is not None:
                 factors = self._rate_factors[: self.step]
-                made = checkpoint_id(self._round_id, self._recipe.steps, factors, self._rescue.history)
+                history = [*self._meter.history, *self._rescue.history]
+                made = checkpoint_id(self._round_id, self._recipe.steps, factors, history)
                 checkpoint = Checkpoint(made, weights, self._start.depth + 1)
             self._result = (self._report(checkpoint), checkpoint)
         return self._result
@@ -277,7 +280,8 @@ class TrlSession:
     def _leave_to_worker(self) -> None:
         """Keep copies of what a worker that was given up may still touch when it wakes."""
         meter = self._meter
-        self._meter = replace(meter, losses=list(meter.losses), extra=dict(meter.extra), flags=list(meter.flags))
+        lists = {name: list(getattr(meter, name)) for name in ("losses", "flags", "history")}
+        self._meter = replace(meter, **lists, extra=dict(meter.extra))
         self._curves, self._rate_factors = list(self._curves), list(self._rate_factors)
         self._rates_used, self._rates_asked = list(self._rates_used), list(self._rates_asked)
         self._trainer = None
