@@ -12,14 +12,14 @@ from ..inner_trainers.messages import did_you_mean
 
 BATCH, RATE, GENERATIONS, SEED = 32, 1e-4, 8, 0
 STEPS: Mapping[str, int] = {
-    "distill": 60,
+    "distill": 70,
     "dpo": 80,
-    "grpo": 60,
+    "grpo": 110,
     "kto": 100,
     "midtrain": 160,
-    "ppo": 60,
+    "ppo": 80,
     "rft": 120,
-    "rloo": 60,
+    "rloo": 100,
     "sft": 160,
 }
 """Optimiser steps at which plain training takes more than five seconds on one core."""

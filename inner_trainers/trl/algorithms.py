@@ -8,6 +8,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ..messages import did_you_mean
+from . import step_tokens
+from .step_tokens import Lengths, StepTokens
 
 if TYPE_CHECKING:
     from ..recipe import Recipe
@@ -33,51 +35,6 @@ OPTIONAL_FIELDS = (
     "vf_coef",
 )
 """Recipe fields that only some algorithms read."""
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """The longest sequences of a round's sources, in tokens.
-
-    Attributes:
-        prompt: longest prompt; 0 for algorithms that train on whole rows.
-        completion: longest completion that is sampled; in a conversation, longest assistant turn.
-        row: longest training row at the recipe's ``max_length``; for preferences the longer side.
-        turns: most assistant turns of a sampled conversation.
-        tool_turn: most tokens between two of them.
-    """
-
-    prompt: int
-    completion: int
-    row: int
-    turns: int = 1
-    tool_turn: int = 0
-
-    @property
-    def generated(self) -> int:
-        """Most tokens that are sampled in one conversation."""
-        return self.turns * self.completion
-
-    @property
-    def whole(self) -> int:
-        """Length of the longest prompt with everything after it."""
-        return self.prompt + self.generated + (self.turns - 1) * self.tool_turn
-
-    @property
-    def read(self) -> int:
-        """Most tokens that are read before the turns of one conversation: each turn reads all that is before it."""
-        before = self.turns * (self.turns - 1) // 2
-        return self.turns * self.prompt + before * (self.completion + self.tool_turn)
-
-
-@dataclass(frozen=True)
-class StepTokens:
-    """The most tokens of one optimiser step: trained, sampled, scored by the model itself, scored by a teacher."""
-
-    trained: int = 0
-    generated: int = 0
-    scored: int = 0
-    teacher: int = 0
 
 
 @dataclass(frozen=True)
@@ -140,72 +97,6 @@ class AlgorithmSpec:
         return batches * self.rows_per_step(recipe)
 
 
-def _sequences(recipe: Recipe) -> int:
-    return recipe.batch_size * recipe.gradient_accumulation
-
-
-def _whole_rows(recipe: Recipe, lengths: Lengths) -> StepTokens:
-    row = recipe.max_length if recipe.packing else lengths.row
-    return StepTokens(trained=_sequences(recipe) * row)
-
-
-def _pairs(recipe: Recipe, lengths: Lengths) -> StepTokens:
-    both_sides = 2 * _sequences(recipe) * lengths.row
-    return StepTokens(trained=both_sides, scored=both_sides)
-
-
-def _unpaired(recipe: Recipe, lengths: Lengths) -> StepTokens:
-    tokens = _sequences(recipe) * lengths.row
-    # the reference reads each row and its mismatched partner, the policy the partner without training on it
-    return StepTokens(trained=tokens, scored=3 * tokens)
-
-
-def _policy_gradient(recipe: Recipe, lengths: Lengths) -> StepTokens:
-    sequences, whole = _sequences(recipe), lengths.whole
-    scored = lengths.read + (whole if recipe.kl_coef else 0) + (whole if recipe.num_iterations > 1 else 0)
-    # completions are sampled once for `num_iterations` steps: the first of them costs the most
-    return StepTokens(sequences * whole, sequences * lengths.generated, sequences * scored)
-
-
-def _leave_one_out(recipe: Recipe, lengths: Lengths) -> StepTokens:
-    sequences, whole = _sequences(recipe), lengths.whole
-    # the policy's own log-probabilities are always read before the first update
-    scored = lengths.read + whole + (whole if recipe.kl_coef else 0)
-    return StepTokens(sequences * whole, sequences * lengths.generated, sequences * scored)
-
-
-def _actor_critic(recipe: Recipe, lengths: Lengths) -> StepTokens:
-    sequences, whole = _sequences(recipe), lengths.whole
-    models = 2 if recipe.critic == "model" else 1
-    # old log-probabilities and the values of a head come out of one pass
-    policy_read = recipe.critic == "head" or recipe.kl_coef > 0 or recipe.num_iterations > 1
-    passes = policy_read + (recipe.kl_coef > 0) + (recipe.critic == "model")
-    return StepTokens(
-        trained=models * sequences * whole,
-        generated=sequences * lengths.generated,
-        scored=sequences * (lengths.read + passes * whole),
-    )
-
-
-def _rejection_sampling(recipe: Recipe, lengths: Lengths) -> StepTokens:
-    sequences = _sequences(recipe)
-    return StepTokens(
-        trained=sequences * (lengths.whole + 1),  # a completion that was cut is trained on with an end token
-        generated=sequences * lengths.generated,
-        scored=sequences * lengths.read,
-    )
-
-
-def _taught(recipe: Recipe, lengths: Lengths) -> StepTokens:
-    sequences, whole = _sequences(recipe), lengths.whole
-    return StepTokens(
-        trained=sequences * whole,
-        generated=sequences * lengths.generated,
-        scored=sequences * lengths.read,
-        teacher=sequences * whole,
-    )
-
-
 ALGORITHMS = MappingProxyType(
     {
         spec.name: spec
@@ -216,7 +107,7 @@ ALGORITHMS = MappingProxyType(
                 rows="prompts",
                 module="distill",
                 reads=("loss", "temperature"),
-                step_tokens=_taught,
+                step_tokens=step_tokens.taught,
                 losses=("reverse_kl", "forward_kl", "jsd"),
                 sampled=True,
                 needs_teacher=True,
@@ -228,7 +119,7 @@ ALGORITHMS = MappingProxyType(
                 rows="preferences",
                 module="dpo",
                 reads=("beta", "loss", "max_length"),
-                step_tokens=_pairs,
+                step_tokens=step_tokens.pairs,
                 losses=("sigmoid", "sigmoid+sft", "ipo"),
             ),
             AlgorithmSpec(
@@ -245,7 +136,7 @@ ALGORITHMS = MappingProxyType(
                     "num_iterations",
                     "temperature",
                 ),
-                step_tokens=_policy_gradient,
+                step_tokens=step_tokens.policy_gradient,
                 losses=("dapo", "dr_grpo", "grpo", "bnpo"),
                 sampled=True,
                 on_policy=True,
@@ -259,7 +150,7 @@ ALGORITHMS = MappingProxyType(
                 rows="preferences",
                 module="kto",
                 reads=("beta", "max_length"),
-                step_tokens=_unpaired,
+                step_tokens=step_tokens.unpaired,
             ),
             AlgorithmSpec(
                 "midtrain",
@@ -267,7 +158,7 @@ ALGORITHMS = MappingProxyType(
                 rows="text",
                 module="midtrain",
                 reads=("max_length", "packing", "replay_share"),
-                step_tokens=_whole_rows,
+                step_tokens=step_tokens.whole_rows,
             ),
             AlgorithmSpec(
                 "ppo",
@@ -286,7 +177,7 @@ ALGORITHMS = MappingProxyType(
                     "temperature",
                     "vf_coef",
                 ),
-                step_tokens=_actor_critic,
+                step_tokens=step_tokens.actor_critic,
                 sampled=True,
                 on_policy=True,
                 chats=True,
@@ -298,7 +189,7 @@ ALGORITHMS = MappingProxyType(
                 rows="prompts",
                 module="rft",
                 reads=("min_reward", "num_generations", "temperature"),
-                step_tokens=_rejection_sampling,
+                step_tokens=step_tokens.rejection_sampling,
                 sampled=True,
                 grouped=True,
                 chats=True,
@@ -310,7 +201,7 @@ ALGORITHMS = MappingProxyType(
                 rows="prompts",
                 module="rloo",
                 reads=("clip_range", "kl_coef", "num_generations", "num_iterations", "temperature"),
-                step_tokens=_leave_one_out,
+                step_tokens=step_tokens.leave_one_out,
                 sampled=True,
                 on_policy=True,
                 grouped=True,
@@ -322,7 +213,7 @@ ALGORITHMS = MappingProxyType(
                 rows="demonstrations",
                 module="sft",
                 reads=("loss", "max_length", "packing"),
-                step_tokens=_whole_rows,
+                step_tokens=step_tokens.whole_rows,
                 losses=("nll", "dft"),
             ),
         )

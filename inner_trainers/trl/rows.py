@@ -13,7 +13,8 @@ from ..recipe import Recipe
 from ..tasks.base import InnerTask
 from ..tasks.rows import distinct_rows
 from . import data, preferences
-from .algorithms import AlgorithmSpec, Lengths, replayed_sources
+from .algorithms import AlgorithmSpec, replayed_sources
+from .step_tokens import Lengths
 
 REPLAYED = " (replayed)"
 """What a pool of replayed demonstrations is called, after its source."""

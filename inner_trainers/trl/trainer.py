@@ -17,7 +17,8 @@ from ..faults import FaultWatch
 from ..messages import did_you_mean, require_integer
 from ..recipe import Recipe
 from ..time_limit import TimeLimitError, call_with_time_limit
-from .algorithms import ALGORITHMS, AlgorithmSpec, StepTokens, check_recipe, usable_sources
+from .algorithms import ALGORITHMS, AlgorithmSpec, check_recipe, usable_sources
+from .step_tokens import StepTokens
 
 if TYPE_CHECKING:
     from ..tasks.base import InnerTask
