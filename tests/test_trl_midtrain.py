@@ -291,7 +291,7 @@ def test_a_replayed_pool_without_a_row_to_learn_from_is_refused_by_name(trainer:
 
 
 def test_demonstrations_of_a_chat_task_are_replayed_as_conversations(trainer: TrlTrainer, tmp_path: Path) -> None:
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"prompt": "1?", "completion": "one"},
         {"messages": [said("user", "2?"), said("assistant", "two"), said("user", "3?"), said("assistant", "three")]},
     ]

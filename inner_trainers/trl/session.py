@@ -280,8 +280,13 @@ class TrlSession:
     def _leave_to_worker(self) -> None:
         """Keep copies of what a worker that was given up may still touch when it wakes."""
         meter = self._meter
-        lists = {name: list(getattr(meter, name)) for name in ("losses", "flags", "history")}
-        self._meter = replace(meter, **lists, extra=dict(meter.extra))
+        self._meter = replace(
+            meter,
+            losses=list(meter.losses),
+            extra=dict(meter.extra),
+            flags=list(meter.flags),
+            history=list(meter.history),
+        )
         self._curves, self._rate_factors = list(self._curves), list(self._rate_factors)
         self._rates_used, self._rates_asked = list(self._rates_used), list(self._rates_asked)
         self._trainer = None
