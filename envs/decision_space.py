@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -72,6 +72,26 @@ class Parameter:
             raise ValueError(f"parameter: low must be below high, got [{self.low}, {self.high}].")
         if self.scale == "log" and self.low <= 0:
             raise ValueError(f"parameter: a log scale needs low > 0, got {self.low}.")
+
+    def narrowed(self, low: float, high: float) -> Parameter:
+        """Return this knob within ``low`` and ``high`` too, as a probe suggests; one value becomes a single choice.
+
+        Raises:
+            ValueError: none of its values is in that range.
+        """
+        if self.choices:
+            kept = tuple(choice for choice in self.choices if low <= choice <= high)
+            if not kept:
+                raise ValueError(f"parameter: none of the choices {list(self.choices)} is in [{low:g}, {high:g}].")
+            return Parameter(choices=kept)
+        below, above = max(self.low, low), min(self.high, high)
+        if self.integer:
+            below, above = math.ceil(below), math.floor(above)
+        if below > above:
+            raise ValueError(
+                f"parameter: [{self.low:g}, {self.high:g}] and [{low:g}, {high:g}] have no value in common."
+            )
+        return Parameter(choices=(below,)) if below == above else replace(self, low=below, high=above)
 
     def decode(self, coordinate: float) -> float | int:
         """Return the value at a coordinate in [-1, 1], on the grid: integers, choices, or 4 significant digits."""

@@ -9,7 +9,7 @@ from typing import Any
 from .base import Checkpoint, Cost, Failure, InnerTrainer, Limit
 from .fault_kinds import failure
 from .messages import require_integer
-from .probe_rounds import ProbeRounds, RunRound, memory_within_reach, trains_on_cuda
+from .probe_rounds import ProbeRounds, RunRound, memory_to_hold_to, trains_on_cuda
 from .recipe import Recipe
 from .tasks.base import InnerTask
 
@@ -111,9 +111,9 @@ def batch_size_probe(
     sizes = _runnable(trainer, task, recipe, candidates)
     if memory_bytes is not None:
         memory_bytes = require_integer("memory_bytes", memory_bytes, low=1, high=2**63)
+    else:
+        memory_bytes = memory_to_hold_to(trainer)
     foresees = not trains_on_cuda(trainer)
-    if memory_bytes is None and foresees:
-        memory_bytes = memory_within_reach()
     search = _Search(ProbeRounds(trainer, task, start, seed, limit, run), recipe, memory_bytes, foresees)
     search.over(sizes)
     return search.outcome(sizes)

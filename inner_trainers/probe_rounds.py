@@ -108,6 +108,11 @@ def trains_on_cuda(trainer: InnerTrainer) -> bool:
     return str(trainer.fingerprint.get("device", "")).startswith("cuda")
 
 
+def memory_to_hold_to(trainer: InnerTrainer) -> int | None:
+    """Return the bytes that a round may have in use where nothing else is said; None where the device itself says."""
+    return None if trains_on_cuda(trainer) else memory_within_reach()
+
+
 def _failed(recipe: Recipe, start: Checkpoint, seed: int, fault: Failure) -> RoundReport:
     return RoundReport(
         recipe=recipe, start=start.id, seed=seed, checkpoint=None, steps=0, ended="failed", failure=fault
