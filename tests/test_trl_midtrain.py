@@ -287,6 +287,13 @@ def test_a_replayed_pool_without_a_row_to_learn_from_is_refused_by_name(trainer:
         trainer.begin(task, midtrain(replay_share=0.5), trainer.base(task), 3)
 
 
+def test_a_source_called_like_a_replayed_pool_is_refused(trainer: TrlTrainer, folder: Path) -> None:
+    task = TextTask(folder)
+    task.sources = lambda: [Source("books (replayed)", {"text": BOOKS})]  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=r"^source 'books \(replayed\)': names that end in ' \(replayed\)' are those"):
+        trainer.base(task)
+
+
 # Conversations -------------------------------------------------------------------------------------------------------
 
 

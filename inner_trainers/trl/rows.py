@@ -69,11 +69,19 @@ class TaskRows:
 
     Attributes:
         chat: how the task's prompts become turns; None for plain text.
+
+    Raises:
+        ValueError: a source is called as replayed demonstrations are.
     """
 
     def __init__(
         self, task: InnerTask, tokenizer: PreTrainedTokenizerBase, ends: Collection[int] | None = None
     ) -> None:
+        for name in task.built.sources:
+            if name.endswith(REPLAYED):
+                raise ValueError(
+                    f"source {name!r}: names that end in {REPLAYED!r} are those of replayed demonstrations; rename it."
+                )
         self._task, self._tokenizer = task, tokenizer
         chat = task.built.chat
         self.chat = None if chat is None else ChatFormat(tokenizer, chat, str(task.base_checkpoint()), ends)
