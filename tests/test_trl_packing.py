@@ -21,6 +21,7 @@ from posttrain_gym.inner_trainers.recipe import Recipe
 from posttrain_gym.inner_trainers.testing import TinyTask
 from posttrain_gym.inner_trainers.trl import packing
 from posttrain_gym.inner_trainers.trl.data import TokenisedRows, draw_mix, labelled_rows
+from posttrain_gym.inner_trainers.trl.models import load_weights
 from posttrain_gym.inner_trainers.trl.packing import PackCollator, draw_packs, pack, packed_columns, rows_stay_apart
 from posttrain_gym.inner_trainers.trl.trainer import TrlTrainer
 from tests.trl_fixtures import *  # noqa: F403
@@ -195,6 +196,13 @@ def test_packing_is_refused_where_rows_would_see_each_other(folder: Path, monkey
         )
     assert asked == [1]  # a model is asked once
     assert run(fresh, task, sft())[0].failure is None
+
+
+def test_ruined_weights_that_were_evaluated_last_do_not_decide(folder: Path) -> None:
+    fresh, task = TrlTrainer(), TinyTask(folder)
+    ruined = {name: torch.full_like(value, math.nan) for name, value in fresh.base(task).weights.items()}
+    load_weights(fresh._load(task).model.template, ruined)
+    assert run(fresh, task, packed_sft())[0].failure is None
 
 
 # Packs ---------------------------------------------------------------------------------------------------------------

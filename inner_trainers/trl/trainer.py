@@ -344,10 +344,12 @@ class TrlTrainer:
 
     def _require_packing(self, resident: _Resident) -> None:
         """Refuse packing for a model whose attention would let packed rows see each other."""
+        from .models import load_weights
         from .packing import rows_stay_apart
 
         model = resident.model
         if resident.packs is None:
+            load_weights(model.template, model.base_weights)  # those evaluated last may be ruined
             resident.packs = rows_stay_apart(model.template)
         if not resident.packs:
             config = model.template.config
