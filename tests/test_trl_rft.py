@@ -341,6 +341,26 @@ def test_a_limit_pays_as_many_steps_with_their_samples_as_it_holds(
 
 
 @pytest.mark.parametrize("unit", ["train_tokens", "flops"])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_steps_that_cost_the_most_they_can_are_all_taken(
+    unit: str, steps: int, trainer: TrlTrainer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was sampled is not kept back for later steps, which sample nothing."""
+
+    def sampled(model: Any, tokenizer: Any, prompts: list[str], *, samples: int, **_: Any) -> Completions:
+        texts = ["abcd", "abce", "abcf", "abcg"]
+        return Completions([texts for _ in prompts], len(prompts) * 16, len(prompts) * samples * PROMPT, 0, 8)
+
+    monkeypatch.setattr(rft_module, "sample_completions", sampled)
+    task = TinyTask(folder, verifier=lambda row, text: 1.0)
+    amount = steps * trainer.step_cost_bound(task, rft()).in_unit(unit)
+    report, _ = run(trainer, task, rft(), limit=Limit(unit, amount))
+    assert (report.steps, report.ended, report.failure) == (steps, "budget", None)
+    assert report.training_cost.in_unit(unit) == pytest.approx(amount, rel=1e-12)
+    assert report.training_cost.in_unit(unit) <= amount
+
+
+@pytest.mark.parametrize("unit", ["train_tokens", "flops"])
 def test_a_limit_below_one_step_samples_nothing(unit: str, trainer: TrlTrainer, folder: Path) -> None:
     judge = Judge()
     task = TinyTask(folder, verifier=judge)
