@@ -27,6 +27,8 @@ LEAST_SHARE = 0.1
 CHOSEN_FALL = 0.1
 """Nats per token by which better answers may become less likely in preference training: about a tenth."""
 
+_CHOSEN = "chosen_log_probability"
+
 
 @dataclass(frozen=True)
 class RatePoint:
@@ -106,8 +108,9 @@ def learning_rate_probe(
     noise; the suggested rate is the lowest that is not worse than the best one beyond noise.
 
     What is compared is the loss; the reward where the curves have one, as the size of a policy-gradient loss says
-    nothing. A preference loss can fall while the better answers die out, so a rate at which they become less likely
-    by more than `CHOSEN_FALL` hurts. Both say how well the rows are learned, not whether they are good rows.
+    nothing. A preference loss keeps falling while the better answers die out: there the loss says which rates learn,
+    the log-probability of the better answers which of them is best, and a rate at which it falls by more than
+    `CHOSEN_FALL` hurts. All of it says how well the rows are learned, not whether they are good rows.
 
     The first rate that fails ends the probe: higher ones would too.
 
@@ -170,7 +173,7 @@ def _judged(reports: Sequence[RoundReport], notes: Sequence[str], cost: Cost) ->
     if reason is None:
         learned = [point for point in usable if point.verdict == "learns"]
         if learned:
-            span, rate = _suggestion(signal, usable, tried)
+            span, rate = _suggestion(signal, usable, tried, control[0])
             said += _open_ends(span, points, hurting)
         else:
             reason = (
@@ -232,21 +235,26 @@ def _point(signal: str, report: RoundReport, control: RoundReport) -> RatePoint:
 
 
 def _better_answers_die_out(report: RoundReport, control: RoundReport) -> bool:
-    falls = _improvements("chosen_log_probability", control, report)
+    falls = _improvements(_CHOSEN, control, report)
     mean, _ = _mean_and_error(falls)
     return mean is not None and mean > CHOSEN_FALL and _beyond_noise(falls)
 
 
 def _suggestion(
-    signal: str, usable: Sequence[RatePoint], reports: Sequence[RoundReport]
+    signal: str, usable: Sequence[RatePoint], reports: Sequence[RoundReport], control: RoundReport
 ) -> tuple[tuple[float, float], float]:
     """Return range and rate from points of which at least one learns and above which all hurt."""
     learned = [index for index, point in enumerate(usable) if point.verdict == "learns"]
-    best = max(learned, key=lambda index: _gain(usable[index]))
-    top = reports[best]
+    ranking = _CHOSEN if _level(_CHOSEN, control) is not None else signal
+
+    def rank(index: int) -> float:
+        mean, _ = _mean_and_error(_improvements(ranking, reports[index], control))
+        return -math.inf if mean is None else mean
+
+    best = max(learned, key=rank)
 
     def as_good(index: int) -> bool:
-        return index in learned and not _beyond_noise(_improvements(signal, top, reports[index]))
+        return index in learned and not _beyond_noise(_improvements(ranking, reports[best], reports[index]))
 
     least = LEAST_SHARE * _gain(usable[best])
     lower = [i for i in takewhile(lambda i: i in learned and _gain(usable[i]) >= least, range(best, -1, -1))]
