@@ -420,3 +420,16 @@ def test_another_tiny_checkpoint_is_a_teacher_too(trainer: TrlTrainer, folder: P
     task = TaughtTask(folder, write_tiny_checkpoint(tmp_path / "same-shape", seed=1))
     report, checkpoint = run(trainer, task, distill(steps=2))
     assert checkpoint is not None and report.failure is None and report.curves[0]["loss"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("loss", ["reverse_kl", "forward_kl", "jsd"])
+def test_a_round_on_a_real_card(loss: str, precision: str, taught: TaughtTask) -> None:
+    card = TrlTrainer(device="cuda", precision=precision)
+    weights = trained(card, taught, distill(loss=loss))
+    assert {value.device.type for value in weights.values()} == {"cpu"}
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        trained(card, taught, distill(loss=loss))
+    assert torch.cuda.memory_allocated() <= 1.05 * before

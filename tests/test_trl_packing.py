@@ -450,3 +450,13 @@ def test_both_losses_are_trls_own(
     assert all(torch.equal(value, state[name]) for name, value in weights.items())
     if not changes:
         assert equal(weights, sft_weights) == (loss == "nll")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("changes", [{}, {"loss": "dft"}, {"lora_rank": 2}], ids=str)
+def test_a_packed_round_on_a_real_card(changes: dict[str, Any], precision: str, task: TinyTask) -> None:
+    card = TrlTrainer(device="cuda", precision=precision)
+    weights = trained(card, task, packed_sft(**changes))
+    assert card._load(task).packs is True
+    assert not equal(weights, card.base(task).weights)

@@ -520,3 +520,14 @@ def test_conversations_with_a_tool_are_refused(trainer: TrlTrainer, tmp_path: Pa
     with pytest.raises(ValueError, match=r"^algorithm: task 'chatty' has a tool, and rft cannot keep the tool's turns"):
         trainer.check(task, rft(mix={"talk": 1.0}))
     assert trainer.usable_sources(task, "rft") == ()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("changes", [{}, {"lora_rank": 2}], ids=str)
+def test_a_round_on_a_real_card(changes: dict[str, Any], precision: str, folder: Path) -> None:
+    judge = Judge()
+    card, task = TrlTrainer(device="cuda", precision=precision), TinyTask(folder, verifier=judge)
+    report, texts, _ = trained_rows(card, task, rft(**changes))
+    assert report.failure is None
+    assert set(texts) == {f"{prompt}{answer}<eos>" for prompt, answer in judge.passing()}
