@@ -378,6 +378,7 @@ def test_rejection_sampling_trains_on_answers_as_turns_and_within_its_bound(trai
     task = ChatTask(folder)
     recipe = Recipe("rft", {"talk": 1.0}, steps=2, batch_size=8, num_generations=4, min_reward=0.3)
     session = trainer.begin(task, recipe, trainer.base(task), 0)
+    session.advance(1)
     rows = list(session._trainer.train_dataset)
     tokenizer = chat_tokenizer(PLAIN)
     answer = re.compile(r"<user>\d+\?<assistant>[^<>]+<eos>")
