@@ -274,6 +274,25 @@ def test_flags_name_the_pool(trainer: TrlTrainer, folder: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_text_that_is_cut_is_told_with_how_much_is_left_out(
+    packing: bool, trainer: TrlTrainer, texts: TextTask
+) -> None:
+    """The news are 4, 5, 6, 7 and 8 tokens long; demonstrations of 6 tokens are cut when they are replayed."""
+    report, _ = run(trainer, texts, midtrain(mix={"news": 1.0}, max_length=6, packing=packing))
+    assert report.flags == (
+        "2 of 5 rows of source 'news' are cut at max_length 6, which leaves out 10.0% of its tokens; "
+        "split them into shorter rows or raise max_length",
+    )
+    assert run(trainer, texts, midtrain(mix={"news": 1.0}, max_length=8))[0].flags == ()
+    report, _ = run(trainer, texts, midtrain(mix={"news": 1.0}, max_length=5, replay_share=0.5))
+    assert [flag.split(" are cut")[0] for flag in report.flags] == [
+        "3 of 5 rows of source 'news'",
+        "16 of 16 rows of source 'bad (replayed)'",
+        "64 of 64 rows of source 'good (replayed)'",
+    ]
+
+
 def test_a_replayed_pool_without_a_row_to_learn_from_is_refused_by_name(trainer: TrlTrainer, folder: Path) -> None:
     class Empty(TextTask):
         def sources(self) -> list[Source]:

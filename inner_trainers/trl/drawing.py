@@ -9,7 +9,7 @@ from typing import Any
 from ..recipe import Recipe
 from ..tasks.base import InnerTask
 from .algorithms import AlgorithmSpec
-from .data import draw_mix
+from .data import TokenisedRows, draw_mix
 from .packing import draw_packs
 from .rows import TaskRows, truncation_flags
 
@@ -44,6 +44,8 @@ def draw_rows(task: InnerTask, rows: TaskRows, spec: AlgorithmSpec, recipe: Reci
     if not spec.sampled:
         tokenised = {pool: rows.tokenised(spec, pool).cut(recipe.max_length) for pool in pools}
     unsupervised, flags = truncation_flags(tokenised, recipe.max_length)
+    if spec.rows == "text":
+        flags += _cut_text_flags({pool: rows.tokenised(spec, pool) for pool in pools}, recipe.max_length)
     flags += rows.repeat_flags(spec, recipe)
     if recipe.packing and "packing" in spec.reads:
         sequences = recipe.steps * recipe.batch_size * recipe.gradient_accumulation
@@ -56,3 +58,18 @@ def draw_rows(task: InnerTask, rows: TaskRows, spec: AlgorithmSpec, recipe: Reci
     sizes = {pool: len(indices) for pool, indices in usable.items()}
     drawn = draw_mix(sizes, pools, spec.rows_per_round(recipe), seed)
     return DrawnRows(tokenised, [(pool, usable[pool][i]) for pool, i in drawn], (), unsupervised, flags)
+
+
+def _cut_text_flags(uncut: Mapping[str, TokenisedRows], max_length: int) -> tuple[str, ...]:
+    """Return a sentence for each pool of raw text of which ``max_length`` leaves tokens out."""
+    flags = []
+    for pool, rows in uncut.items():
+        lengths = list(map(len, rows.input_ids))
+        cut = sum(length > max_length for length in lengths)
+        if cut:
+            lost = sum(max(0, length - max_length) for length in lengths) / sum(lengths)
+            flags.append(
+                f"{cut} of {len(lengths)} rows of source {pool!r} are cut at max_length {max_length}, which leaves out "
+                f"{lost:.1%} of its tokens; split them into shorter rows or raise max_length"
+            )
+    return tuple(flags)
