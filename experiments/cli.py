@@ -279,6 +279,42 @@ def run_recipe(
 
 
 @app.command()
+def probe(
+    recipe: Annotated[Path, typer.Argument(help="YAML or JSON file with the recipe's fields.")],
+    what: Annotated[str, typer.Option("--what", help="learning-rate or batch-size.")] = "learning-rate",
+    task: Task = "letters",
+    instance: Annotated[int, typer.Option(help="Instance seed.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the rounds.")] = 0,
+    low: Annotated[float | None, typer.Option(help="Lowest learning rate.")] = None,
+    high: Annotated[float | None, typer.Option(help="Highest learning rate.")] = None,
+    points: Annotated[int | None, typer.Option(help="Number of learning rates, evenly spaced on a log scale.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimiser steps at each learning rate.")] = None,
+    candidates: Annotated[str, typer.Option(help="Batch sizes, e.g. 8,16,32.")] = "",
+    memory_bytes: Annotated[int | None, typer.Option(help="Most memory in use; default: what there is.")] = None,
+    budget: Annotated[float | None, typer.Option("--budget", help="What the probe may cost, in --unit.")] = None,
+    unit: Unit = "train_tokens",
+    as_json: Json = False,
+) -> None:
+    """Try learning rates or batch sizes in short real rounds and suggest what works, before a budget is spent on it."""
+    from ..inner_trainers.base import Limit
+    from .probe import found_something, probe_lines, probe_table, run_probe
+
+    sizes = _integers("candidates", candidates) if candidates else None
+    asked: dict[str, Any] = {"low": low, "high": high, "points": points, "steps_per_point": steps}
+    asked |= {"candidates": sizes, "memory_bytes": memory_bytes}
+    limit = None if budget is None else Limit(unit, budget)
+    result = run_probe(recipe, task, what, instance, seed, limit, **asked)
+    if as_json:
+        console.print_json(data=result.to_dict())
+    else:
+        console.print(probe_table(result))
+        for line in probe_lines(result):
+            _say(line)
+    if not found_something(result):
+        raise typer.Exit(1)
+
+
+@app.command()
 def tasks(
     task: Annotated[str, typer.Argument(help="Show an instance of this task.")] = "",
     instance: Annotated[int, typer.Option(help="Instance seed.")] = 0,
