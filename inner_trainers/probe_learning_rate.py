@@ -139,7 +139,7 @@ def learning_rate_probe(
     rounds = ProbeRounds(trainer, task, start, seed, limit, run)
     reports: list[RoundReport] = []
     notes: list[str] = []
-    rates = [low * CONTROL_SHARE, *(_log_spaced(low, high, index / (count - 1)) for index in range(count))]
+    rates = [_rounded(low * CONTROL_SHARE), *(_log_spaced(low, high, index / (count - 1)) for index in range(count))]
     for rate in rates:
         tried = replace(asked, learning_rate=rate)
         if not rounds.pays(tried):
@@ -155,8 +155,12 @@ def learning_rate_probe(
 
 
 def _log_spaced(low: float, high: float, share: float) -> float:
-    """Return the value at a share of the way from ``low`` to ``high`` on a log scale, with 4 significant digits."""
-    return min(high, max(low, float(f"{low * (high / low) ** share:.3e}")))
+    """Return the value at a share of the way from ``low`` to ``high`` on a log scale."""
+    return min(high, max(low, _rounded(low * (high / low) ** share)))
+
+
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.3e}")
 
 
 def _judged(reports: Sequence[RoundReport], notes: Sequence[str], cost: Cost) -> LearningRateProbe:
