@@ -23,7 +23,9 @@ from posttrain_gym.inner_trainers.probe_rounds import ResidentPeak, memory_withi
 from posttrain_gym.inner_trainers.probes import batch_size_probe, learning_rate_probe
 from posttrain_gym.inner_trainers.recipe import Recipe
 from posttrain_gym.inner_trainers.tasks import resolve_task
+from posttrain_gym.inner_trainers.tasks.base import InnerTask
 from posttrain_gym.inner_trainers.testing import ScriptedTask, ScriptedTrainer, TinyTask
+from posttrain_gym.inner_trainers.trl.algorithms import ALGORITHMS
 from posttrain_gym.inner_trainers.trl.trainer import TrlTrainer
 from tests.trl_fixtures import *  # noqa: F403
 from tests.trl_rounds import grpo, sft
@@ -484,8 +486,28 @@ def test_real_steps_have_a_peak_and_take_time(trainer: TrlTrainer, task: TinyTas
     assert found.cost.trained_tokens > 0
 
 
-def test_on_letters_the_range_works_and_what_is_outside_hurts() -> None:
-    task, trainer = resolve_task("letters").instance(1), TrlTrainer()
+@pytest.fixture(scope="module")
+def letters() -> InnerTask:
+    """Instance 1: it has a teacher, so every algorithm can be tried."""
+    return resolve_task("letters").instance(1)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_algorithm_can_be_probed(algorithm: str, trainer: TrlTrainer, letters: InnerTask) -> None:
+    source = trainer.usable_sources(letters, algorithm)[-1]
+    recipe = Recipe(algorithm, {source: 1.0}, start="base", batch_size=8, num_generations=4)
+    found = learning_rate_probe(
+        trainer, letters, recipe, trainer.base(letters), 0, low=1e-3, high=1e-1, points=2, steps_per_point=6
+    )
+    assert found.signal == ("reward" if algorithm in ("grpo", "ppo", "rloo") else "loss")
+    assert found.control is not None
+    assert found.points[-1].verdict != "learns"  # no algorithm gains from a rate of 0.1
+    assert found.suggested_range in (None, (1e-3, 1e-3))
+    assert (found.cost.generated_tokens > 0) == ALGORITHMS[algorithm].sampled
+
+
+def test_on_letters_the_range_works_and_what_is_outside_hurts(trainer: TrlTrainer, letters: InnerTask) -> None:
+    task = letters
     base = trainer.base(task)
     recipe = Recipe("sft", {"web": 1.0}, start="base")
     found = learning_rate_probe(trainer, task, recipe, base, 0, low=3e-5, high=3e-2, points=7)
