@@ -78,6 +78,8 @@ def run_recipe(
         "rescued": data["rescued"],
         "flags": flags,
         "training_cost": data["training_cost"],
+        "peak_memory_bytes": data["peak_memory_bytes"],
+        "telemetry": data["telemetry"],
         "scores": scores,
         "saved": None if save is None or checkpoint is None else str(save),
     }

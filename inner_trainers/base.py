@@ -248,6 +248,8 @@ class RoundReport:
         wall_seconds: elapsed time; never part of an observation.
         peak_memory_bytes: most memory seen in use between forward passes, of the CUDA device that trained or else
             resident in the process; None when unknown. Never part of an observation.
+        telemetry: what the card that trained told: energy, load, peak memory; see `telemetry.RoundTelemetry`. Never
+            part of an observation.
     """
 
     recipe: Recipe
@@ -270,6 +272,7 @@ class RoundReport:
     recorded: bool = False
     wall_seconds: float = field(default=0.0, compare=False)
     peak_memory_bytes: int | None = field(default=None, compare=False)
+    telemetry: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def cost(self) -> Cost:

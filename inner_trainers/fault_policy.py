@@ -34,8 +34,8 @@ class FaultPolicy:
             exploded, in (1, 1e6].
         exploded_policy_loss: a policy-gradient loss beyond this magnitude has exploded, in (0, 1e12]; its ordinary
             size is below 10.
-        max_kl: largest KL divergence per token to the start, in nats, where a policy-gradient algorithm reports it: with
-            ``kl_coef`` above 0. None for any. A useful policy stays well below 1; at 10 it is another model.
+        max_kl: largest KL divergence per token to the start, in nats; None for any. Policy-gradient algorithms report
+            it when ``kl_coef`` is above 0. A useful policy stays well below 1; at 10 it is another model.
         no_signal_steps: steps without any difference in reward, counted from the first, after which a round fails;
             None for the whole round.
         max_memory_bytes: most memory in use, of the CUDA device that trains or else resident in the process; None for

@@ -13,8 +13,8 @@ from posttrain_gym.inner_trainers.evaluation import Evaluator
 from posttrain_gym.inner_trainers.recipe import Recipe
 from posttrain_gym.inner_trainers.tasks.base import Chat
 from posttrain_gym.inner_trainers.tasks.calculator import CalculatorTask, use_calculator
+from posttrain_gym.inner_trainers.trl.metering import Meter
 from posttrain_gym.inner_trainers.trl.on_policy import policy_mask
-from posttrain_gym.inner_trainers.trl.session import Meter
 from posttrain_gym.inner_trainers.trl.trainer import TrlTrainer
 from tests.chat_rounds import LINES, ChatTask, said, write_chat_checkpoint
 from tests.trl_fixtures import live_models

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..chat import ChatFormat
 from ..recipe import Recipe
 from ..tasks.base import InnerTask, Row, Source
-from .session import Meter
+from .metering import Meter
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class RoundContext:
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         device: where training runs.
         meter: what the algorithm counts into, from before its trainer is built.
+        vllm: whether completions are sampled with vLLM.
         packs: the rows of each packed sequence, in training order; empty when rows are not packed.
         seconds: the round's limit in seconds; None when it is counted otherwise.
         chat: how the task's prompts become turns; None for plain text.
@@ -58,6 +59,7 @@ class RoundContext:
     precision: str
     device: torch.device
     meter: Meter
+    vllm: bool = False
     packs: Sequence[Sequence[tuple[str, int]]] = ()
     seconds: float | None = None
     chat: ChatFormat | None = None
@@ -65,6 +67,15 @@ class RoundContext:
     def row(self, source: str, index: int, kind: str) -> Row:
         """Return one raw row."""
         return self.sources[source].rows[kind][index]
+
+    def sampling_arguments(self) -> dict[str, Any]:
+        """Return what the configs of all algorithms that sample while they train share."""
+        engine: dict[str, Any] = {"use_vllm": True, "vllm_mode": "colocate"} if self.vllm else {}
+        return {
+            "max_completion_length": self.task.built.benchmark.max_new_tokens,
+            "temperature": self.recipe.temperature,
+            **engine,
+        }
 
     def peft_config(self) -> Any:
         """Return the LoRA configuration the recipe asks for, or None for full weights."""

@@ -13,9 +13,9 @@ from trl import DistillationConfig, DistillationTrainer
 
 from ..chat import ChatFormat
 from .context import RoundContext
+from .metering import MeteredTrainer
 from .models import hold_to_device, training_arguments
 from .on_policy import prompt_dataset
-from .session import MeteredTrainer
 
 DIVERGENCES = {"reverse_kl": 1.0, "forward_kl": 0.0, "jsd": 0.5}
 """Loss variant -> the library's β, which moves from KL(teacher ‖ model) at 0 to KL(model ‖ teacher) at 1."""
@@ -56,8 +56,7 @@ def build_trainer(context: RoundContext) -> DistillationTrainer:
         args=hold_to_device(
             DistillationConfig(
                 **training_arguments(context.recipe, context.seed, context.precision, context.device),
-                max_completion_length=context.task.built.benchmark.max_new_tokens,
-                temperature=context.recipe.temperature,
+                **context.sampling_arguments(),
                 beta=DIVERGENCES[context.loss],
             ),
             context.device,

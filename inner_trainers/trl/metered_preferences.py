@@ -7,7 +7,7 @@ from typing import Any
 import datasets
 import torch
 
-from .session import MeteredTrainer
+from .metering import MeteredTrainer
 
 CHOSEN_LOG_PROBABILITY = "chosen_log_probability"
 """Curve: mean log-probability of a token of the better answers, in nats. Both sides may fall while the margin grows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import logging
 import os
 import tempfile
@@ -207,6 +208,38 @@ def resolve_precision(precision: str, device: torch.device) -> str:
     if precision == "auto":
         return "bf16" if torch.cuda.is_bf16_supported() else "fp32"
     return precision
+
+
+def set_tf32(enabled: bool, device: torch.device) -> None:
+    """Let CUDA matrix products and convolutions round their inputs to TF32, or not; set for the process.
+
+    Raises:
+        ValueError: it is asked for on another device.
+    """
+    if device.type != "cuda":
+        if enabled:
+            raise ValueError(f"tf32: it is a mode of CUDA devices, this run is on {device}; leave it False.")
+        return
+    precision = "tf32" if enabled else "ieee"
+    # torch has two interfaces for one setting; each reads wrongly, or raises, when only the other was used
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    products.allow_tf32 = convolutions.allow_tf32 = enabled
+    newer: list[Any] = [products, getattr(convolutions, "conv", None), getattr(convolutions, "rnn", None)]
+    for setting in newer:
+        if hasattr(setting, "fp32_precision"):
+            setting.fp32_precision = precision
+
+
+def require_vllm(device: torch.device) -> None:
+    """Refuse vLLM where it cannot run.
+
+    Raises:
+        ValueError: no CUDA device, or no vLLM.
+    """
+    if device.type != "cuda":
+        raise ValueError(f"vllm: it needs a CUDA device, this run is on {device}; leave it False.")
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError("vllm: the package is not installed; run `pip install vllm`, or leave it False.")
 
 
 @cache

@@ -16,7 +16,7 @@ from ..conversations import Conversation, carry_on
 from ..faults import RewardFault
 from ..tasks.base import Source
 from .context import RoundContext
-from .session import MeteredTrainer
+from .metering import MeteredTrainer
 
 
 class MeteredRollouts(MeteredTrainer):

@@ -220,8 +220,7 @@ def build_trainer(context: RoundContext) -> PPOTrainer:
             PPOConfig(
                 **training_arguments(recipe, context.seed, context.precision, context.device),
                 num_iterations=recipe.num_iterations,
-                max_completion_length=context.task.built.benchmark.max_new_tokens,
-                temperature=recipe.temperature,
+                **context.sampling_arguments(),
                 loss_type="dapo",  # with one's own advantages: the mean over all tokens of an optimiser step
                 scale_rewards="none",
                 entropy_coef=recipe.entropy_coef,

@@ -6,7 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,54 +18,15 @@ from ..fault_policy import RETRY_FACTOR
 from ..faults import FaultWatch, MemoryLimitError, failure_from_exception
 from ..messages import require_integer
 from ..recipe import Adjustment, Recipe
+from ..telemetry import RoundTelemetry
 from .adapters import stack
 from .curves import completion_flags, curve_values
 from .memory import forget_peak, peak_memory, take_apart
+from .metering import Meter
 from .models import copy_weights, trainable_tensors
 from .rescue import Rescue
 from .settings import settings_not_used
 from .worker import Worker
-
-
-@dataclass
-class Meter:
-    """What the trainer counts while it trains; read while it is parked.
-
-    Attributes:
-        losses: raw loss of each forward pass since the last optimiser step.
-        trained_tokens: tokens that went forward and backward, once for each model that they went through.
-        generated_tokens: tokens sampled.
-        scored_tokens: tokens that went forward only.
-        teacher_tokens: those of the scored tokens that a teacher read.
-        supervised_tokens: tokens that carried a loss.
-        sequences: training sequences.
-        extra: further values of the step that is running, put into its curve row and cleared.
-        flags: sentences for the report.
-        history: what made the round's weights others than those of the whole round, for `checkpoint_id`.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    trained_tokens: int = 0
-    generated_tokens: int = 0
-    scored_tokens: int = 0
-    teacher_tokens: int = 0
-    supervised_tokens: int = 0
-    sequences: int = 0
-    extra: dict[str, float] = field(default_factory=dict)
-    flags: list[str] = field(default_factory=list)
-    history: list[str] = field(default_factory=list)
-
-
-class MeteredTrainer:
-    """Mixin that reports the raw loss of every forward pass, before any logging filter sees it."""
-
-    meter: Meter
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run the pass and note its loss."""
-        loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
-        self.meter.losses.append(float(loss))
-        return loss
 
 
 class TrlSession:
@@ -114,6 +75,7 @@ class TrlSession:
         self._trainer: Any = None
         self._meter = meter
         self._worker = Worker(self._train, self._hurry, torch_threads)
+        self._telemetry = RoundTelemetry(device)
         forget_peak(device)
         began = time.perf_counter()
         if self._would_pass_limit():
@@ -259,6 +221,8 @@ class TrlSession:
     # The caller's side ------------------------------------------------------------------------------------------
 
     def _hand_over(self) -> None:
+        if not self._worker.started:
+            self._telemetry.start()
         began = self._step_began = time.perf_counter()
         in_time = True
         try:
@@ -341,9 +305,8 @@ class TrlSession:
     def _scale_learning_rate(self, factor: float) -> None:
         self._rate_factor *= factor
         scheduler, optimizer = self._trainer.lr_scheduler, self._trainer.optimizer
-        if (
-            scheduler is None or not self._worker.started
-        ):  # nothing is built before the first step: the peak itself moves
+        if scheduler is None or not self._worker.started:
+            # nothing is built before the first step: the peak itself moves
             self._trainer.args.learning_rate *= factor
             return
         base = getattr(scheduler, "scheduler", scheduler)  # accelerate wraps it
@@ -459,6 +422,7 @@ class TrlSession:
             flags=(*self._flags, *self._rescue.flags, *self._meter.flags),
             wall_seconds=self._wall_seconds,
             peak_memory_bytes=self._peak_memory,
+            telemetry=self._telemetry.finish(),
         )
 
 

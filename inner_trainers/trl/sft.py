@@ -10,9 +10,9 @@ import torch
 from trl import SFTConfig, SFTTrainer
 
 from .context import RoundContext
+from .metering import MeteredTrainer
 from .models import hold_to_device, training_arguments
 from .packing import PackCollator, packed_columns
-from .session import MeteredTrainer
 
 
 class MeteredSFTTrainer(MeteredTrainer, SFTTrainer):  # type: ignore[misc]

@@ -22,9 +22,10 @@ from .step_tokens import StepTokens
 
 if TYPE_CHECKING:
     from ..tasks.base import InnerTask
+    from .metering import Meter
     from .models import LoadedModel
     from .rows import TaskRows
-    from .session import Meter, TrlSession
+    from .session import TrlSession
 
 RESIDENT_TASKS = 8
 """Tasks whose tokenised rows and base scores stay in memory."""
@@ -56,6 +57,8 @@ class TrlTrainer:
         torch_threads: CPU threads torch may use, set for the process; None leaves it alone. One thread is the
             fastest on a shared machine and makes results equal bit for bit.
         fault_policy: where faults begin and what a round does about them; None stops it at each.
+        tf32: whether matrix products on CUDA may round their inputs to TF32, set for the process.
+        vllm: whether the rollouts of grpo, rloo, ppo and distill are sampled with vLLM, which shares the CUDA device.
     """
 
     recorded = False
@@ -67,6 +70,8 @@ class TrlTrainer:
         precision: str = "auto",
         torch_threads: int | None = 1,
         fault_policy: FaultPolicy | None = None,
+        tf32: bool = False,
+        vllm: bool = False,
     ) -> None:
         self.evaluator = evaluator if evaluator is not None else Evaluator()
         self._device_name, self._precision_name, self._torch_threads = device, precision, torch_threads
@@ -75,8 +80,9 @@ class TrlTrainer:
         self._residents: OrderedDict[str, _Resident] = OrderedDict()  # content hash -> task, the last used at the end
         self._differences: dict[tuple[str, ...], str] = {}  # folders and hashes of a model and its teacher -> sentence
         self._written: set[str] = set()  # content hashes of tasks whose chat template is there
-        if device != "auto" or precision != "auto":
-            self._ready()  # a device or precision that is not there is refused at once
+        self._tf32, self._vllm = tf32, vllm
+        if device != "auto" or precision != "auto" or tf32 or vllm:
+            self._ready()  # what is not there is refused at once
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrlTrainer:
         """Return the trainer itself: Gymnasium copies an environment's arguments whenever its spec is read."""
@@ -89,7 +95,7 @@ class TrlTrainer:
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:
-        """Settings of the evaluator, the precision that rounds train in, the kind of device and the fault policy."""
+        """Settings of the evaluator, precision, kind of device, fault policy, TF32 and vLLM."""
         device, precision = self._ready()
         evaluator = {**asdict(self.evaluator), "seeds": list(self.evaluator.seeds)}
         return {
@@ -98,6 +104,8 @@ class TrlTrainer:
             "precision": precision,
             "device": device.type,
             "fault_policy": self.fault_policy.to_dict(),
+            "tf32": self._tf32,
+            "vllm": self._vllm,
         }
 
     def ignored_settings(self, algorithm: str) -> tuple[str, ...]:
@@ -172,7 +180,8 @@ class TrlTrainer:
         device, precision = self._ready()
         from .context import RoundContext
         from .drawing import draw_rows
-        from .session import Meter, TrlSession
+        from .metering import Meter
+        from .session import TrlSession
 
         if recipe.packing and "packing" in spec.reads:
             self._require_packing(resident)
@@ -201,6 +210,7 @@ class TrlTrainer:
                 precision=precision,
                 device=device,
                 meter=meter,
+                vllm=self._vllm,
                 seconds=limit.amount if limit is not None and limit.unit == "device_seconds" else None,
                 chat=resident.rows.chat,
             )
@@ -267,12 +277,15 @@ class TrlTrainer:
     def _ready(self) -> tuple[Any, str]:
         import torch
 
-        from .models import quiet_libraries, resolve_device, resolve_precision
+        from .models import quiet_libraries, require_vllm, resolve_device, resolve_precision, set_tf32
 
         if self._torch_threads is not None and torch.get_num_threads() != self._torch_threads:
             torch.set_num_threads(self._torch_threads)
         quiet_libraries()
         device = resolve_device(self._device_name)
+        set_tf32(self._tf32, device)
+        if self._vllm:
+            require_vllm(device)
         return device, resolve_precision(self._precision_name, device)
 
     def _load(self, task: InnerTask) -> _Resident:
