@@ -91,10 +91,10 @@ def learning_rate_probe(
     start: Checkpoint,
     seed: int,
     *,
-    low: float = 1e-5,
+    low: float = 3e-5,
     high: float = 3e-2,
-    points: int = 8,
-    steps_per_point: int = 10,
+    points: int = 7,
+    steps_per_point: int = 20,
     limit: Limit | None = None,
     run: RunRound | None = None,
 ) -> LearningRateProbe:
@@ -123,7 +123,7 @@ def learning_rate_probe(
         low: lowest rate, > 0.
         high: highest rate, above ``low``.
         points: number of rates, in [2, 100].
-        steps_per_point: optimiser steps of each, in [4, 100000].
+        steps_per_point: optimiser steps of each, in [4, 100000]; with fewer, less is beyond noise.
         limit: what all rounds together may cost; the probe ends before the round that it may not pay.
         run: runs a round; None for `run_round`.
 

@@ -510,7 +510,7 @@ def test_on_letters_the_range_works_and_what_is_outside_hurts(trainer: TrlTraine
     task = letters
     base = trainer.base(task)
     recipe = Recipe("sft", {"web": 1.0}, start="base")
-    found = learning_rate_probe(trainer, task, recipe, base, 0, low=3e-5, high=3e-2, points=7)
+    found = learning_rate_probe(trainer, task, recipe, base, 0, low=3e-5, high=3e-2, points=7, steps_per_point=10)
     assert found.suggested_range is not None and found.suggested_rate is not None and found.hurts_from is not None
     assert found.suggested_range[0] <= 3e-4 <= found.suggested_range[1] < 3e-3
 
