@@ -171,7 +171,9 @@ def _uuid(nvml: Any, handle: Any) -> str:
         uuid = nvml.nvmlDeviceGetUUID(handle)
     except Exception:
         return ""
-    return uuid.decode() if isinstance(uuid, bytes) else str(uuid)
+    if isinstance(uuid, bytes):
+        return uuid.decode(errors="replace")
+    return uuid if isinstance(uuid, str) else ""
 
 
 def _instances(nvml: Any, card: Card) -> list[Card]:

@@ -259,7 +259,10 @@ class RoundTelemetry:
         self._meter.start()
         memory = self._torch_memory()
         if memory is not None:
-            memory.reset_peak_memory_stats(self._device)
+            try:
+                memory.reset_peak_memory_stats(self._device)
+            except Exception as error:  # a card that was lost: training itself will say so
+                _LOG.debug("torch does not count its memory anew: %s", error)
 
     def finish(self) -> dict[str, Any]:
         """Return the figures as plain JSON types; the first call ends the stretch, later ones return the same.
@@ -269,11 +272,17 @@ class RoundTelemetry:
         the CPU ``{"device": "cpu", "card": "unavailable", "reason": ...}``.
         """
         if self._facts is None:
-            memory = self._torch_memory()
-            peak = None if memory is None else int(memory.max_memory_allocated(self._device))
             self._meter.stop()
-            self._facts = self._figures(peak)
+            self._facts = self._figures(self._peak_memory())
         return self._facts
+
+    def _peak_memory(self) -> int | None:
+        memory = self._torch_memory()
+        try:
+            return None if memory is None else int(memory.max_memory_allocated(self._device))
+        except Exception as error:  # a card that was lost must not take the round's report with it
+            _LOG.debug("torch does not tell its peak memory: %s", error)
+            return None
 
     def _figures(self, peak: int | None) -> dict[str, Any]:
         facts: dict[str, Any] = {"device": self._device}
@@ -282,6 +291,8 @@ class RoundTelemetry:
         reasons = dict(self._meter.reasons)
         if "card" in reasons:
             return {**facts, "card": UNAVAILABLE, "reason": reasons["card"]}
+        if not self._meter.identity:
+            return {**facts, "card": UNAVAILABLE, "reason": "the round ended before it began to train"}
         figures = {"energy_joules": self._meter.joules, "utilisation": self._meter.utilisation}
         return {**facts, **self._meter.identity, **figures, **({"reasons": reasons} if reasons else {})}
 
@@ -325,8 +336,10 @@ def _cuda_index(device: object) -> int:
     kind, _, number = str(device).partition(":")
     if kind != "cuda":
         raise CardUnavailableError(f"device {device} has no NVML card")
-    if number:
+    if number.isdecimal():
         return int(number)
+    if number:
+        raise CardUnavailableError(f"device {device} has no CUDA number")
     torch = sys.modules.get("torch")
     return int(torch.cuda.current_device()) if torch is not None and torch.cuda.is_initialized() else 0
 
@@ -379,7 +392,16 @@ _READINGS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+    """Return NVML's text; older libraries give bytes.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if not isinstance(value, str):
+        raise TypeError(f"NVML gave {value!r} for a text")
+    return value
 
 
 def _in_words(error: BaseException) -> str:
