@@ -543,8 +543,9 @@ def _print_round(result: dict[str, Any]) -> None:
         before = f"{scores['before']:.3f} ± {scores['before_error']:.3f}"
         console.print(f"{split:<11}{before} -> {scores['after']:.3f} ± {scores['after_error']:.3f}")
     told = result["telemetry"]
-    if told and told.get("card") != "unavailable":
-        console.print(f"card     {plain(json.dumps(told))}")
+    if told:
+        card = f"{told['card']} ({told['reason']})" if "reason" in told else json.dumps(told)
+        console.print(f"card     {plain(card)}", soft_wrap=True)
     for flag in result["flags"]:
         console.print(f"flag     {plain(flag)}")
 

@@ -170,8 +170,15 @@ def test_a_round_starts_nvml_once_and_shuts_it_down(install: Any) -> None:  # no
     module = install()
     calls: list[str] = []
     start, stop = module.nvmlInit, module.nvmlShutdown
-    module.nvmlInit = lambda: (calls.append("start"), start())
-    module.nvmlShutdown = lambda: (calls.append("stop"), stop())
+
+    def noted(name: str, call: Any) -> Any:
+        def function() -> None:
+            calls.append(name)
+            call()
+
+        return function
+
+    module.nvmlInit, module.nvmlShutdown = noted("start", start), noted("stop", stop)
     figures = RoundTelemetry("cuda:0")
     figures.start()
     assert figures.finish() == ROUND

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from posttrain_gym.envs.post_training import round_info
+from posttrain_gym.envs.search import Outcome
+from posttrain_gym.experiments.cli import _print_round
 from posttrain_gym.inner_trainers.base import RoundReport
 from posttrain_gym.inner_trainers.testing import TinyTask
 from posttrain_gym.inner_trainers.trl import models
@@ -84,6 +88,30 @@ def test_a_round_on_the_cpu_says_that_there_is_no_card(trainer: TrlTrainer, task
     unstarted = trainer.begin(task, sft(steps=2), trainer.base(task), 3)
     unstarted.close()
     assert unstarted.result()[0].telemetry["device"] == "cpu"
+
+
+def test_telemetry_decides_neither_an_info_nor_whether_two_reports_are_equal(
+    trainer: TrlTrainer, task: TinyTask
+) -> None:
+    report, _ = run(trainer, task, sft(steps=2))
+    other = replace(report, telemetry={"device": "cuda:0", "card": "Big", "energy_joules": 7.5})
+    assert other == report
+    infos = [round_info(Outcome(told, 1.0, 0.5, 0.5, False)) for told in (report, other)]
+    assert infos[0] == infos[1]
+    assert "telemetry" not in infos[0]
+    assert "energy" not in json.dumps(infos[1])
+
+
+def test_a_person_reads_the_card_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    result: dict[str, Any] = {"recipe": {}, "ignored": [], "ended": "finished", "steps": 2, "failure": None}
+    result |= {"scores": {}, "flags": []}
+    told = {"device": "cuda:0", "card": "Big [x]", "energy_joules": 7.5, "chosen_by": "CUDA_VISIBLE_DEVICES " * 9}
+    _print_round(result | {"telemetry": told})
+    assert f"card     {json.dumps(told)}" in capsys.readouterr().out.splitlines()
+    _print_round(result | {"telemetry": {"device": "cpu", "card": "unavailable", "reason": "no card"}})
+    assert "card     unavailable (no card)" in capsys.readouterr().out.splitlines()
+    _print_round(result | {"telemetry": {}})  # a recorded round tells nothing
+    assert "card" not in capsys.readouterr().out
 
 
 @pytest.mark.gpu
