@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from posttrain_gym.envs.post_training import round_info
 from posttrain_gym.envs.search import Outcome
 from posttrain_gym.experiments.cli import _print_round
 from posttrain_gym.inner_trainers.base import RoundReport
+from posttrain_gym.inner_trainers.telemetry import EnergyMeter
 from posttrain_gym.inner_trainers.testing import TinyTask
 from posttrain_gym.inner_trainers.trl import models
 from posttrain_gym.inner_trainers.trl.trainer import TrlTrainer
@@ -134,6 +136,42 @@ def test_rounds_in_bf16_and_with_tf32_train_on_a_card(task: TinyTask) -> None:
             report, checkpoint = run(trainer, task, recipe)
             assert report.failure is None, report.failure
             assert checkpoint is not None
+
+
+@pytest.mark.gpu
+def test_tf32_rounds_products_only_where_it_is_asked_for() -> None:
+    if torch.cuda.get_device_capability(0) < (8, 0):
+        pytest.skip("the card has no TF32")
+    generator = torch.Generator("cuda").manual_seed(0)
+    left, right = (torch.randn(512, 512, device="cuda", generator=generator) for _ in range(2))
+    exact = left.double() @ right.double()
+    errors = {}
+    try:
+        for enabled in (True, False):
+            models.set_tf32(enabled, CUDA)
+            errors[enabled] = float(((left @ right).double() - exact).abs().max())
+    finally:
+        models.set_tf32(False, CUDA)
+    assert errors[False] * 10 < errors[True]  # 23 bits of mantissa against 10
+
+
+@pytest.mark.gpu
+def test_the_card_that_is_read_is_the_one_torch_uses_and_its_joules_fit_its_watts() -> None:
+    last = torch.cuda.device_count() - 1
+    device = torch.device("cuda", last)
+    left = torch.randn(2048, 2048, device=device)
+    began = time.monotonic()
+    with EnergyMeter(device) as meter:
+        while time.monotonic() - began < 2.0:
+            left @ left
+            torch.cuda.synchronize(device)
+    seconds = time.monotonic() - began
+    if "card" in meter.reasons:
+        pytest.skip(f"NVML does not read the card: {meter.reasons['card']}")
+    assert meter.identity["chosen_by"] in ("uuid", "pci address", "CUDA_VISIBLE_DEVICES", "only card")
+    assert meter.identity["card"] == torch.cuda.get_device_properties(last).name
+    assert isinstance(meter.joules, float)
+    assert 1.0 < meter.joules < 3000.0 * seconds  # no single card takes 3 kW
 
 
 @pytest.mark.gpu
