@@ -6,6 +6,7 @@ import importlib.util
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +16,12 @@ from posttrain_gym.envs.post_training import round_info
 from posttrain_gym.envs.search import Outcome
 from posttrain_gym.experiments.cli import _print_round
 from posttrain_gym.inner_trainers.base import RoundReport
+from posttrain_gym.inner_trainers.tasks.base import Chat
 from posttrain_gym.inner_trainers.telemetry import EnergyMeter
 from posttrain_gym.inner_trainers.testing import TinyTask
 from posttrain_gym.inner_trainers.trl import models
 from posttrain_gym.inner_trainers.trl.trainer import TrlTrainer
+from tests.chat_rounds import ChatTask, write_chat_checkpoint
 from tests.trl_fixtures import *  # noqa: F403
 from tests.trl_rounds import grpo, run, sft
 
@@ -77,6 +80,18 @@ def test_vllm_reaches_the_config_of_what_samples(
     report, _ = run(trainer, task, grpo(steps=1))  # vLLM is not there: the library refuses, the round is labelled
     assert seen[-1] == {"max_completion_length": 4, "temperature": 1.0, "use_vllm": True, "vllm_mode": "colocate"}
     assert report.failure is not None and report.failure.kind == "trainer_raised"
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_vllm_is_refused_for_conversations_with_a_tool(
+    algorithm: str, trainer: TrlTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = ChatTask(write_chat_checkpoint(tmp_path), chat=Chat(tool=lambda text: None, max_turns=2))
+    recipe = grpo(algorithm=algorithm, mix={"talk": 1.0})
+    trainer.check(task, recipe)
+    monkeypatch.setattr(trainer, "_vllm", True)
+    with pytest.raises(ValueError, match=rf"^vllm: task 'chatty' has a tool, and {algorithm} cannot weigh .* leave it"):
+        trainer.check(task, recipe)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")

@@ -342,6 +342,12 @@ class TrlTrainer:
                 f"algorithm: {spec.name} needs a teacher with the vocabulary of the model, but {difference} "
                 f"({task.built.teacher}); use a teacher of the same family or another algorithm."
             )
+        chat = task.built.chat
+        if self._vllm and spec.sampled and chat is not None and chat.max_turns > 1:
+            raise ValueError(  # it corrects for the engine by the log-probabilities of tokens, and a tool's have none
+                f"vllm: task {task.name!r} has a tool, and {spec.name} cannot weigh the tool's tokens by vLLM's "
+                "log-probabilities; leave it False for this task."
+            )
         return spec
 
     def _vocabulary_difference(self, task: InnerTask) -> str:
