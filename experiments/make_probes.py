@@ -81,10 +81,10 @@ def describe(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         "# What a learning-rate probe is worth",
         "",
-        f"Each algorithm was probed on instance {INSTANCE} of letters with source `{SOURCE}` ({POINTS} rates from {LOW:g} "
-        f"to {HIGH:g}, seed {PROBE_SEED}), then trained for {STEPS} steps from the base at every probed rate with another "
-        f"seed ({ROUND_SEED}). Validation scores ± standard error; the base has {rows[0]['base_score']:.3f}. A probe ends "
-        "at the first rate that diverges.",
+        f"Each algorithm was probed on instance {INSTANCE} of letters with source `{SOURCE}` ({POINTS} rates from "
+        f"{LOW:g} to {HIGH:g}, seed {PROBE_SEED}), then trained for {STEPS} steps from the base at every probed rate "
+        f"with another seed ({ROUND_SEED}). Validation scores ± standard error; the base has "
+        f"{rows[0]['base_score']:.3f}. A probe ends at the first rate that diverges.",
         "",
         "| algorithm | probe's steps x batch | range | suggested | score there | best tried rate | "
         "first rate that hurts | probe's train tokens |",
@@ -105,8 +105,8 @@ def describe(rows: Sequence[Mapping[str, Any]]) -> str:
         )
     lines += [
         "",
-        "What it does not show: other instances and sources; whether the rows were worth training on, which no probe of "
-        "a rate can tell.",
+        "What it does not show: other instances and sources; whether the rows were worth training on, which no probe "
+        "of a rate can tell.",
         "",
         "Command: `python -m posttrain_gym.experiments.make_probes`, from the repository root. One x86-64 core, no "
         f"GPU. Versions: {rows[0]['versions']}.",

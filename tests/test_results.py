@@ -10,6 +10,7 @@ import pytest
 from posttrain_gym.experiments import make_effects as effects
 from posttrain_gym.experiments import make_letters_controls as controls
 from posttrain_gym.experiments import make_letters_rounds as rounds
+from posttrain_gym.experiments import make_probes as probes
 from posttrain_gym.experiments.comparison import normalised
 from posttrain_gym.inner_trainers.recipe import Recipe
 from posttrain_gym.inner_trainers.tasks.letters import BASES
@@ -145,3 +146,26 @@ def test_a_sample_of_effects_gives_the_committed_scores(what: str) -> None:
     # equal bit for bit on one machine; another processor may round differently, and a score has its error
     assert again["base_test_score"] == pytest.approx(committed["base_test_score"], abs=2 * committed["base_test_error"])
     assert again["test_score"] == pytest.approx(committed["test_score"], abs=2 * committed["test_error"] + 1e-9)
+
+
+def test_what_a_probe_suggests_helps_and_what_it_warns_of_does_not() -> None:
+    rows = probes.read_results()
+    assert (rounds.RESULTS / "probes.md").read_text() == probes.describe(rows)
+    assert {row["algorithm"] for row in rows} == set(ALGORITHMS)
+    for algorithm in ALGORITHMS:
+        group = {row["learning_rate"]: row for row in rows if row["algorithm"] == algorithm}
+        first = next(iter(group.values()))
+        suggested, hurts = group[first["suggested_rate"]], group[first["hurts_from"]]
+        assert first["range_low"] <= suggested["learning_rate"] <= first["range_high"] < hurts["learning_rate"]
+        assert suggested["score"] - suggested["base_score"] > 2 * suggested["score_error"], algorithm
+        assert suggested["score"] - hurts["score"] > 2 * math.hypot(suggested["score_error"], hurts["score_error"])
+
+
+def test_a_probe_gives_its_committed_suggestion() -> None:
+    committed = [row for row in probes.read_results() if row["algorithm"] == "sft"]
+    again = probes.probe_algorithm("sft")
+    for name in ("content_hash", "suggested_rate", "hurts_from", "verdict"):
+        assert [row[name] for row in again] == [row[name] for row in committed]
+    for new, old in zip(again, committed, strict=True):
+        assert new["gain"] == pytest.approx(old["gain"], abs=2 * old["gain_error"] + 1e-3)
+        assert new["score"] == pytest.approx(old["score"], abs=2 * old["score_error"])
