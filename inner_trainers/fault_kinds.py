@@ -52,7 +52,7 @@ FAULTS: Mapping[str, FaultKind] = MappingProxyType(
         ),
         "no_signal": FaultKind(
             "algorithm_mismatch",
-            "In every step all completions that are compared had equal rewards, so nothing was learned.",
+            "No reward told one completion from another in the whole round, or rejection sampling kept none.",
             unfit="weights that saw no difference in reward are no better at any earlier step or smaller rate",
         ),
         "unaffordable": FaultKind(

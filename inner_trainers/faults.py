@@ -31,6 +31,7 @@ class FaultWatch:
         self._first_chosen: float | None = None
         self._steps_without_signal: int | None = 0  # None once rewards have differed
         self._compares_groups = False
+        self._first_reward: float | None = None
 
     def observe(
         self,
@@ -39,6 +40,7 @@ class FaultWatch:
         grad_norm: float | None,
         groups_without_spread: float | None = None,
         *,
+        reward: float | None = None,
         reward_spread: float | None = None,
         kl: float | None = None,
         chosen_log_probability: float | None = None,
@@ -50,12 +52,13 @@ class FaultWatch:
             loss: mean raw loss of the step, unfiltered.
             grad_norm: gradient norm before clipping; None when unknown.
             groups_without_spread: share of on-policy groups whose completions all got one reward; None when unknown.
-            reward_spread: standard deviation of the rewards of the whole batch, which decides about signal where
-                nothing is known of groups; None when unknown.
+            reward: mean reward of the batch; None when unknown. With the spread it decides about signal where
+                completions are not compared in groups, but with what was seen before.
+            reward_spread: standard deviation of the rewards of the whole batch; None when unknown.
             kl: KL divergence per token to the start, in nats; None when unknown.
             chosen_log_probability: mean log-probability of a token of the better answers of pairs; None when unknown.
         """
-        self._note_signal(groups_without_spread, reward_spread)
+        self._note_signal(groups_without_spread, reward_spread, reward)
         if not math.isfinite(loss):
             return failure("diverged", step, f"the loss was {loss} at step {step}")
         if grad_norm is not None and not math.isfinite(grad_norm):
@@ -98,13 +101,19 @@ class FaultWatch:
         """Return the failure of a round that is over after ``step`` steps and never had a signal, else None."""
         return self._no_signal(step) if self._steps_without_signal else None
 
-    def _note_signal(self, groups_without_spread: float | None, reward_spread: float | None) -> None:
+    def _note_signal(
+        self, groups_without_spread: float | None, reward_spread: float | None, reward: float | None
+    ) -> None:
         if not self._on_policy or self._steps_without_signal is None:
             return
         if groups_without_spread is not None:
             self._compares_groups, differed = True, groups_without_spread < 1
-        elif reward_spread is not None and not self._compares_groups:
-            differed = reward_spread != 0
+        elif (reward is not None or reward_spread is not None) and not self._compares_groups:
+            if self._first_reward is None:
+                self._first_reward = reward
+            # of a batch of one there is no spread
+            spread = reward_spread is not None and math.isfinite(reward_spread) and reward_spread != 0
+            differed = spread or reward != self._first_reward
         else:  # a step that uses a batch of completions again says nothing of its groups
             return
         self._steps_without_signal = None if differed else self._steps_without_signal + 1
@@ -113,8 +122,8 @@ class FaultWatch:
         return failure(
             "no_signal",
             step,
-            f"no signal: in all {step} steps the completions of every prompt had equal rewards, so nothing was "
-            "learned; the task is too hard or too easy here, or the verifier is constant",
+            f"no signal: in all {step} steps no reward told one completion from another; the task is too hard or too "
+            "easy here, or the verifier is constant",
         )
 
 

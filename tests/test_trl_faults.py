@@ -349,9 +349,24 @@ def test_a_round_without_any_signal_fails(algorithm: str, trainer: TrlTrainer, f
     assert checkpoint is None
     assert report.failure is not None
     assert (report.failure.cause, report.failure.kind, report.failure.step) == ("algorithm_mismatch", "no_signal", 3)
-    assert report.failure.evidence.startswith("no signal: in all 3 steps the completions of every prompt had equal")
+    assert report.failure.evidence.startswith("no signal: in all 3 steps no reward told one completion from another")
     report, _ = run(trainer, TinyTask(folder, verifier=graded), recipe)
     assert report.failure is None
+
+
+def test_rewards_that_differ_between_batches_alone_are_a_signal_for_ppo(folder: Path) -> None:
+    calls = [0]
+
+    def verifier(row: Mapping[str, Any], completion: str) -> float:
+        calls[0] += 1
+        return float((calls[0] - 1) // 8 % 2)  # a whole batch of 8 gets 0, the next one 1
+
+    report, checkpoint = run(TrlTrainer(), TinyTask(folder, verifier=verifier), grpo(algorithm="ppo"))
+    assert report.failure is None and checkpoint is not None
+    assert [row["reward"] for row in report.curves] == [0.0, 1.0, 0.0, 1.0]
+    single = grpo(algorithm="ppo", batch_size=1, steps=3)
+    report, _ = run(TrlTrainer(), TinyTask(folder, verifier=lambda row, text: 1.0), single)
+    assert report.failure is not None and report.failure.kind == "no_signal"
 
 
 def test_steps_without_signal_are_counted_from_the_start(folder: Path) -> None:

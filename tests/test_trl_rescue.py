@@ -137,19 +137,66 @@ def test_a_round_can_be_rolled_back_after_an_exception(
     assert live_models() == 0
 
 
+@pytest.mark.parametrize(
+    "changes", [{}, {"lora_rank": 2}, {"lora_rank": 2, "lora_adapter": "stack"}], ids=["full", "lora", "stack"]
+)
 def test_weights_that_the_last_update_ruined_are_rolled_back(
-    trainer: TrlTrainer, task: TinyTask, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], trainer: TrlTrainer, task: TinyTask
 ) -> None:
-    good = stopped(sft(), 3, trainer, task)
-    session = rescuing("rollback").begin(task, sft(), trainer.base(task), 3)
+    good = stopped(sft(**changes), 3, trainer, task)
+    session = rescuing("rollback").begin(task, sft(**changes), trainer.base(task), 3)
     session.advance()
-    with torch.no_grad():
-        next(session._trainer.model.parameters()).mul_(math.nan)  # no later step will show it
+    with torch.no_grad():  # no later step will show it
+        next(p for p in session._trainer.model.parameters() if p.requires_grad).mul_(math.nan)
     report, checkpoint = session.result()
     assert checkpoint is not None
     assert (report.ended, report.rolled_back_to, report.failure) == ("rolled_back", 3, None)
-    assert report.rescued[0].evidence.endswith("weights are not finite: model.embed_tokens.weight")
+    assert "weights are not finite: " in report.rescued[0].evidence
     assert equal(checkpoint.weights, good.weights)
+
+
+def test_weights_that_are_ruined_in_the_end_fail_without_a_policy(trainer: TrlTrainer, task: TinyTask) -> None:
+    session = trainer.begin(task, sft(lora_rank=2), trainer.base(task), 3)
+    session.advance()
+    with torch.no_grad():
+        next(p for p in session._trainer.model.parameters() if p.requires_grad).mul_(math.nan)
+    report, checkpoint = session.result()
+    assert checkpoint is None and report.failure is not None
+    assert (report.failure.kind, report.failure.step) == ("diverged", 4)
+
+
+def test_a_round_rolled_back_to_before_its_first_signal_keeps_its_fault_and_can_be_repeated(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = [0]
+
+    def verifier(row: Any, text: str) -> float:
+        calls[0] += 1
+        return 0.0 if calls[0] <= 16 else float(calls[0] % 2)  # eight completions a step: nothing in steps 1 and 2
+
+    task, trainer = TinyTask(folder, verifier=verifier), TrlTrainer(fault_policy=FaultPolicy({"oom": "rollback"}))
+    with monkeypatch.context() as patched:
+        spoil(patched, (4,), MeteredGRPOTrainer, act=raises(torch.OutOfMemoryError))
+        report, checkpoint = run(trainer, task, grpo())
+    assert checkpoint is not None and report.failure is None
+    assert (report.ended, report.rolled_back_to, [f.kind for f in report.rescued]) == ("rolled_back", 2, ["oom"])
+    calls[0] = 0
+    again = trainer.begin(task, grpo(), trainer.base(task), 3)
+    again.advance(report.rolled_back_to)
+    repeated, made = again.result()
+    assert repeated.failure is None and made is not None
+    assert equal(made.weights, checkpoint.weights)
+
+
+def test_a_failed_round_claims_no_roll_back(task: TinyTask, monkeypatch: pytest.MonkeyPatch) -> None:
+    from posttrain_gym.inner_trainers.trl import session as session_module
+
+    spoil(monkeypatch, (3,))
+    monkeypatch.setattr(session_module, "settings_not_used", lambda *_: ["the trainer used steps 5, asked for 4"])
+    report, checkpoint = run(rescuing("rollback"), task, sft())
+    assert checkpoint is None and report.failure is not None
+    assert (report.failure.kind, report.rescued, report.rolled_back_to) == ("setting_not_used", (), None)
+    assert not any("rescued" in flag for flag in report.flags)
 
 
 # Retry ---------------------------------------------------------------------------------------------------------------

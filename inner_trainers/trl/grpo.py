@@ -6,7 +6,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from .context import RoundContext
 from .models import hold_to_device, training_arguments
-from .on_policy import MeteredRollouts, prompt_dataset, reward_function
+from .on_policy import MeteredRollouts, made_ready, prompt_dataset, reward_function
 
 
 class MeteredGRPOTrainer(MeteredRollouts, GRPOTrainer):  # type: ignore[misc]
@@ -36,8 +36,4 @@ def build_trainer(context: RoundContext) -> GRPOTrainer:
         processing_class=context.tokenizer,
         peft_config=context.peft_config(),
     )
-    if recipe.kl_coef > 0 and not recipe.lora_rank:
-        trainer.keep_close_to(context.reference(), recipe.kl_coef)
-    trainer.converse(context.chat)
-    trainer.meter = context.meter
-    return trainer
+    return made_ready(trainer, context)

@@ -125,6 +125,15 @@ class MeteredRollouts(MeteredTrainer):
         return super()._compute_loss(model, inputs)  # type: ignore[misc]
 
 
+def made_ready(trainer: Any, context: RoundContext) -> Any:
+    """Return a group-sampling trainer with what its constructor does not take: reference, conversations, meter."""
+    if context.recipe.kl_coef > 0 and not context.recipe.lora_rank:
+        trainer.keep_close_to(context.reference(), context.recipe.kl_coef)
+    trainer.converse(context.chat)
+    trainer.meter = context.meter
+    return trainer
+
+
 def policy_mask(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return which completion tokens the policy chose: (B, T) of 0 and 1, without padding and a tool's tokens."""
     mask = batch["completion_mask"]

@@ -22,7 +22,6 @@ class Rescue:
     Attributes:
         rescued: faults after which the round went on or ended with earlier weights.
         history: what was done about each, for `checkpoint_id`.
-        flags: a sentence for each.
         rolled_back_to: steps that the weights have had with which the round ends; None when those are its last.
     """
 
@@ -32,7 +31,7 @@ class Rescue:
         self._retries = 0
         self.rescued: list[Failure] = []
         self.history: list[str] = []
-        self.flags: list[str] = []
+        self._flags: list[str] = []
         self.rolled_back_to: int | None = None
 
     def before_update(self, step: int, trainer: Any) -> None:
@@ -67,8 +66,12 @@ class Rescue:
         else:
             self.rolled_back_to = good.step
             done = f"ended with the weights after step {good.step}"
-        self.flags.append(f"rescued from {fault.kind}: {fault.evidence}; the round {done}")
+        self._flags.append(f"rescued from {fault.kind}: {fault.evidence}; the round {done}")
         return response
+
+    def told(self, failed: bool) -> list[str]:
+        """Return a sentence for each rescue; one that came to nothing, because the round failed, is left out."""
+        return self._flags[: self._retries] if failed else list(self._flags)
 
     def restore(self, trainer: Any) -> None:
         """Put the last good weights back into the model."""

@@ -198,6 +198,7 @@ class TrlSession:
             loss,
             None if grad_norm is None else float(grad_norm),
             row.get("groups_without_spread"),
+            reward=row.get("reward"),
             reward_spread=logs.get("rewards/verified/std"),
             kl=row.get("kl"),
             chosen_log_probability=row.get("chosen_log_probability"),
@@ -231,7 +232,7 @@ class TrlSession:
             self._wall_seconds += time.perf_counter() - began
             if self._worker.given_up:
                 self._leave_to_worker()
-            elif not in_time:
+            elif not in_time and self._ended is None:  # else it was late, but came to its own end
                 self._pass_time_limit("in a step; its worker unwound when it was asked to")
             elif not self._worker.running:
                 self._note_end()
@@ -357,21 +358,26 @@ class TrlSession:
             raise MemoryLimitError(f"{used} bytes of memory were in use, above {most}")
 
     def _final_weights(self) -> dict[str, torch.Tensor] | None:
+        """Return the weights with which the round ends; None when it failed."""
         fault = self._fault_of_round()
         if fault is not None:
             self._fail(fault)
             return None
+        if self._rescue.rolled_back_to is None:
+            # looked at before adapters are merged into the weights below them, which cannot be undone
+            fault = self._not_finite(dict(self._trainer.model.named_parameters()))
+            if fault is not None:
+                self._end_by(fault)
+                if self._failure is not None:
+                    return None
         if self._rescue.rolled_back_to is not None:
             self._rescue.restore(self._trainer)
         weights = self._model_weights()
         fault = self._not_finite(weights)
-        if fault is None:
-            return weights
-        self._end_by(fault)
-        if self._failure is not None:
+        if fault is not None:
+            self._fail(fault)
             return None
-        self._rescue.restore(self._trainer)
-        return self._model_weights()
+        return weights
 
     def _fault_of_round(self) -> Failure | None:
         """Return what is wrong with the round as a whole: no steps, nothing learned from, or other settings."""
@@ -380,7 +386,10 @@ class TrlSession:
             return failure(kind, 0, "no optimiser step was taken")
         if self._meter.supervised_tokens == 0:
             return failure("nothing_supervised", self.step, "no token carried a loss in the whole round")
-        return self._setting_not_used() or self._watch.round_ended(self.step)
+        fault = self._setting_not_used()
+        if fault is None and self._ended in ("finished", "budget"):  # one that was stopped might have met signal later
+            fault = self._watch.round_ended(self.step)
+        return fault
 
     def _model_weights(self) -> dict[str, torch.Tensor]:
         model = self._trainer.model
@@ -419,7 +428,7 @@ class TrlSession:
             rescued=tuple(self._rescue.rescued) if self._failure is None else (),
             rolled_back_to=self._rescue.rolled_back_to if self._failure is None else None,
             curves=tuple(self._curves),
-            flags=(*self._flags, *self._rescue.flags, *self._meter.flags),
+            flags=(*self._flags, *self._rescue.told(self._failure is not None), *self._meter.flags),
             wall_seconds=self._wall_seconds,
             peak_memory_bytes=self._peak_memory,
             telemetry=self._telemetry.finish(),
