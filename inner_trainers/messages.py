@@ -74,13 +74,16 @@ def _holds_truth(value: object) -> bool:
 
 def first_line(error: BaseException, limit: int = 300) -> str:
     """Return ``"Type: message"``, the first line only; an exception without a message gives its type alone."""
-    text = str(error).strip()
+    try:
+        text = str(error).strip()
+    except Exception:  # a person's exception may fail to say what it is
+        text = ""
     return f"{type(error).__name__}: {text.splitlines()[0]}"[:limit] if text else type(error).__name__
 
 
 def where_raised(error: BaseException) -> str:
     """Return an exception in one line, with the file and line that raised it: ``KeyError: 'x' (task.py, line 12)``."""
-    text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
+    text = first_line(error, 200)
     if isinstance(error, SyntaxError) and error.filename:
         return f"{text} ({Path(error.filename).name}, line {error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)

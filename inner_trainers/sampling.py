@@ -175,9 +175,19 @@ def _sample_batch(
         mask[row, width - len(prompt) :] = 1
     ids, mask = ids.to(device), mask.to(device)
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    output = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
-    cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    cache = getattr(output, cache_argument)
+    known = inspect.signature(model.forward).parameters
+    # a trainer may have asked a mixture of experts for its balancing loss, which sampling has no use for
+    quiet = {"output_router_logits": False} if "output_router_logits" in known else {}
+    output = model(
+        input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1, **quiet
+    )
+    cache_argument = "cache" if "cache" in known else "past_key_values"  # newer transformers call it `cache`
+    cache: Any = getattr(output, cache_argument, None)
+    if not all(hasattr(layer, "batch_repeat_interleave") for layer in getattr(cache, "layers", [cache])):
+        raise ValueError(
+            f"sampling: models of type {model.config.model_type!r} keep no key-value cache that several completions of "
+            "a prompt can share, which sampling here needs; use a transformer with attention in every layer."
+        )
     cache.batch_repeat_interleave(samples)
     logits = output.logits[:, -1].repeat_interleave(samples, dim=0)
     mask = mask.repeat_interleave(samples, dim=0)
@@ -204,7 +214,8 @@ def _sample_batch(
             attention_mask=mask,
             position_ids=position,
             use_cache=True,
-            **{cache_argument: cache},  # newer transformers call it `cache`
+            **{cache_argument: cache},
+            **quiet,
         )
         logits = output.logits[:, -1]
     return tokens

@@ -300,3 +300,11 @@ def test_costs_add_multiply_and_convert() -> None:
     assert cost.in_unit("train_tokens") == 7 + 15 / 3
     assert cost.in_unit("flops") == 110.0
     assert cost.in_unit("device_seconds") == 0.75
+
+
+def test_an_exception_that_cannot_say_what_it_is_gives_its_type() -> None:
+    class SilentError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    assert first_line(SilentError()) == "SilentError"

@@ -353,3 +353,9 @@ def test_a_scorers_version_is_part_of_the_content_hash(monkeypatch: pytest.Monke
     whole = ScriptedTask.benchmark
     monkeypatch.setattr(ScriptedTask, "benchmark", lambda self: replace(whole(self), scorer_version="2"))
     assert ScriptedTask().built.content_hash != plain.content_hash
+
+
+def test_text_that_was_decoded_wrongly_is_refused_with_its_row() -> None:
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "caf\udce9", "completion": "b"}]
+    with pytest.raises(ValueError, match=r"^source 's', demonstrations row 2: column 'prompt' holds a lone surrogate"):
+        Source("s", {"demonstrations": rows})

@@ -23,7 +23,7 @@ from posttrain_gym.inner_trainers.fault_policy import FaultPolicy
 from posttrain_gym.inner_trainers.recipe import Recipe
 from posttrain_gym.inner_trainers.sampling import Completions, sample_completions
 from posttrain_gym.inner_trainers.tasks.base import Chat
-from posttrain_gym.inner_trainers.testing import TinyTask
+from posttrain_gym.inner_trainers.testing import TinyTask, write_tiny_checkpoint
 from posttrain_gym.inner_trainers.trl import rft as rft_module
 from posttrain_gym.inner_trainers.trl.data import draw_mix
 from posttrain_gym.inner_trainers.trl.trainer import TrlTrainer
@@ -531,3 +531,46 @@ def test_a_round_on_a_real_card(changes: dict[str, Any], precision: str, folder:
     report, texts, _ = trained_rows(card, task, rft(**changes))
     assert report.failure is None
     assert set(texts) == {f"{prompt}{answer}<eos>" for prompt, answer in judge.passing()}
+
+
+@pytest.mark.parametrize("algorithm", ["rft", "grpo"])
+def test_a_mixture_of_experts_samples_and_trains(algorithm: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
+
+    folder = write_tiny_checkpoint(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    torch.manual_seed(0)
+    MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            max_position_embeddings=128,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+        )
+    ).save_pretrained(folder)
+    task = TinyTask(folder, verifier=lambda row, text: float(sum(map(ord, text)) % 2))
+    recipe = Recipe(algorithm, {"good": 1.0}, steps=2, batch_size=8, num_generations=4)
+    report, checkpoint = run(TrlTrainer(), task, recipe)
+    assert report.failure is None, report.failure
+    assert checkpoint is not None and checkpoint.depth == 1
+
+
+def test_a_model_without_a_cache_to_share_is_refused_by_its_type(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
+
+    folder = write_tiny_checkpoint(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    config = MambaConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, state_size=4, pad_token_id=0)
+    config.eos_token_id, config.bos_token_id = tokenizer.eos_token_id, None
+    MambaForCausalLM(config).save_pretrained(folder)
+    trainer, task = TrlTrainer(), TinyTask(folder)
+    with pytest.raises(ValueError, match=r"^sampling: models of type 'mamba' keep no key-value cache"):
+        trainer.evaluate(task, trainer.base(task), "validation")

@@ -46,6 +46,17 @@ def check_columns(where: str, kind: str, row: Row) -> None:
             check_turns(f"{where}, column {column!r}", value, answer_only=True)
         elif not isinstance(value, str):
             raise ValueError(f"{where}: column {column!r} must be text, got {value!r} ({type(value).__name__}).")
+        elif not _is_unicode(value):
+            raise ValueError(f"{where}: column {column!r} holds a lone surrogate, which is no text; decode it anew.")
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a tokenizer can take it: text that was decoded wrongly may hold halves of characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def has_turns(kind: str, row: Row) -> bool:

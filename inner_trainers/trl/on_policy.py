@@ -14,6 +14,7 @@ from trl.trainer.utils import add_fused_lm_head
 from ..chat import ChatFormat
 from ..conversations import Conversation, carry_on
 from ..faults import RewardFault
+from ..messages import first_line
 from ..tasks.base import Source
 from .context import RoundContext
 from .metering import MeteredTrainer
@@ -183,7 +184,7 @@ def verified_reward(source: Source, index: int, completion: str) -> float:
     try:
         reward = source.verifier(source.rows["prompts"][index], completion)
     except (Exception, SystemExit) as error:  # answers that are run as code may call `exit`
-        raise RewardFault(f"{where} raised {type(error).__name__}: {error}") from error
+        raise RewardFault(f"{where} raised {first_line(error)}") from error
     number = _finite_number(reward)
     if number is None:
         raise RewardFault(f"{where} returned {reprlib.repr(reward)}; expected a finite number")
