@@ -90,6 +90,8 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
             raise ValueError("journal: expected the name of a folder, got ''.")
         first = self.family.instance(self.instances[0])
         self.trainer = _trainer_for(first, trainer, {"evaluator": evaluator, "faults": faults})
+        if space is not None and not isinstance(space, DecisionSpace):
+            raise ValueError(f"space: expected a DecisionSpace or None, got {space!r}.")
         self.space = space if space is not None else default_space(first, self.trainer)
         for name in self.space.algorithms:
             if name not in self.trainer.algorithms:
@@ -407,6 +409,9 @@ def _trainer_for(
     task: InnerTask, trainer: InnerTrainer | None, settings: Mapping[str, Mapping[str, Any] | None]
 ) -> InnerTrainer:
     """Return the trainer given, the task's own, or TRL's with the settings ``evaluator`` and ``faults``."""
+    for name, given in settings.items():
+        if given is not None and not isinstance(given, Mapping):
+            raise ValueError(f"{name}: expected a mapping of settings, got {given!r}.")
     own = task.trainer() if trainer is None else trainer
     if own is not None:
         for name, given in settings.items():

@@ -13,6 +13,9 @@ from .messages import first_line
 from .tasks.base import Chat
 from .tasks.turns import plain_turns
 
+LONGEST_TOKEN = 256
+"""Characters that no token is longer than."""
+
 IGNORED = -100
 """Label of a token that carries no loss."""
 
@@ -126,6 +129,7 @@ class ChatFormat:
 
         An answer that would be longer than the task allows (`Chat.max_tool_tokens`) is cut at its end.
         """
+        answer = answer[: LONGEST_TOKEN * self.longest_tool_turn]  # text without end would take as long to tokenise
         ids = self._tool_turn(answer)
         words = self._tokenizer(text=answer, add_special_tokens=False)["input_ids"]
         while len(ids) > self.longest_tool_turn:

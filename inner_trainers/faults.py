@@ -10,6 +10,9 @@ from .fault_policy import FaultPolicy
 from .messages import first_line
 from .time_limit import TimeLimitError
 
+HEALTHY_WITHOUT_GRADIENT = 1e-6
+"""A loss of rows up to which a gradient of exactly 0 is no fault: there is nothing left to learn."""
+
 
 class FaultWatch:
     """Watches one round step by step; `observe` returns a `Failure` at the first fault.
@@ -85,6 +88,10 @@ class FaultWatch:
         if grad_norm == 0 and groups_without_spread is not None and groups_without_spread < 1:
             # Ruined weights saturate the logits, and a policy-gradient loss does not show it: it stays near 0.
             evidence = f"rewards differed at step {step}, yet the gradient was exactly 0: the weights are saturated"
+            return failure("diverged", step, evidence)
+        if grad_norm == 0 and not self._on_policy and abs(loss) > HEALTHY_WITHOUT_GRADIENT:
+            # The same of rows: their loss is flat where every output is saturated.
+            evidence = f"the gradient was exactly 0 at step {step} at a loss of {loss:.4g}: the weights are saturated"
             return failure("diverged", step, evidence)
         most = self.policy.max_kl
         # KTO's estimate is one of whole answers and says nothing of runaway

@@ -22,7 +22,7 @@ def load_recipe(path: Path) -> Recipe:
     if not path.is_file():
         raise ValueError(f"recipe {path}: no such file.")
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        data = yaml.load(path.read_text(encoding="utf-8-sig"), _UniqueKeys)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a bad date, say, is a bare ValueError
         raise ValueError(f"recipe {path}: not readable as YAML ({' '.join(str(error).split())}).") from error
     if not isinstance(data, dict):
@@ -34,6 +34,23 @@ def load_recipe(path: Path) -> Recipe:
         return Recipe.from_dict({key: _number(key, v) if key in _NUMBERS else v for key, v in data.items()})
     except (ValueError, TypeError) as error:
         raise ValueError(f"recipe {path}: {error}") from error
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML's safe loader, which by itself takes the last of two equal keys without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return the mapping.
+
+        Raises:
+            ValueError: a key stands in it twice.
+        """
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key.value, str) and key.value in seen:
+                raise ValueError(f"line {key.start_mark.line + 1}: key {key.value!r} is there twice")
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
 
 
 def _number(name: str, value: Any) -> Any:

@@ -232,3 +232,12 @@ def test_text_fields_of_a_recipe_file_stay_text(tmp_path: Path) -> None:
     assert (recipe.loss, recipe.lora_rank, recipe.lora_adapter, recipe.critic) == ("sigmoid+sft", 4, "stack", "none")
     path.write_text(json.dumps(recipe.to_dict()))
     assert load_recipe(path) == recipe
+
+
+def test_a_recipe_file_with_a_key_twice_is_refused_with_its_line(tmp_path: Path) -> None:
+    from posttrain_gym.inner_trainers.recipe_file import load_recipe
+
+    path = tmp_path / "twice.yaml"
+    path.write_text("algorithm: sft\nmix: {web: 1.0}\nsteps: 3\nsteps: 4\n")
+    with pytest.raises(ValueError, match=r"line 4: key 'steps' is there twice"):
+        load_recipe(path)

@@ -108,6 +108,15 @@ def test_a_gradient_of_zero_with_different_rewards_is_a_collapse() -> None:
     assert fault is not None and (fault.kind, fault.step) == ("diverged", 1)
 
 
+def test_a_gradient_of_zero_at_a_loss_is_a_collapse_for_rows_too() -> None:
+    fault = watch(False).observe(2, 3.135, 0.0)
+    assert fault is not None and (fault.cause, fault.kind, fault.step) == ("hyperparameter", "diverged", 2)
+    assert fault.evidence == "the gradient was exactly 0 at step 2 at a loss of 3.135: the weights are saturated"
+    assert watch(False).observe(2, 0.0, 0.0) is None  # nothing left to learn: a teacher that equals the model
+    assert watch(False).observe(2, 3.135, 1e-12) is None
+    assert watch(True).observe(2, 0.5, 0.0) is None  # a policy's loss without any spread
+
+
 def test_kl_beyond_its_limit_runs_away() -> None:
     assert watch(True, max_kl=2.0).observe(1, 0.0, 1.0, kl=2.0) is None
     assert watch(False, max_kl=2.0).observe(1, 0.5, 1.0, kl=50.0) is None  # KTO's is no divergence per token

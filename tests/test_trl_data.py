@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from posttrain_gym.inner_trainers.evaluation import Evaluator
+from posttrain_gym.inner_trainers.recipe import Recipe
 from posttrain_gym.inner_trainers.tasks.base import Source
 from posttrain_gym.inner_trainers.testing import TinyTask, write_tiny_checkpoint
 from posttrain_gym.inner_trainers.trl import data as data_module
@@ -25,7 +26,7 @@ from posttrain_gym.inner_trainers.trl.data import draw_mix, tokenise_demonstrati
 from posttrain_gym.inner_trainers.trl.models import load_weights
 from posttrain_gym.inner_trainers.trl.trainer import TrlTrainer
 from tests.trl_fixtures import *  # noqa: F403
-from tests.trl_rounds import equal, grpo, run, sft
+from tests.trl_rounds import EveryKind, equal, grpo, run, sft
 
 # End tokens (B07) and lengths (A01) ----------------------------------------------------------------------------------
 
@@ -318,3 +319,34 @@ def test_a_checkpoint_with_nan_weights_is_refused(folder: Path, tmp_path: Path) 
     bad = damaged_copy(folder, tmp_path / "bad", lambda weights: weights["model.norm.weight"].fill_(float("nan")))
     with pytest.raises(ValueError, match=r"bad holds weights that are not finite .*, for example model\.norm\.weight"):
         TrlTrainer().base(TinyTask(bad))
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "midtrain", "dpo", "kto", "grpo", "rloo", "ppo", "rft", "distill"])
+def test_an_end_token_that_the_tokenizer_adds_changes_nothing(algorithm: str, tmp_path: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer
+
+    def verifier(row: Any, text: str) -> float:
+        return float(sum(map(ord, text)) % 2)
+
+    teacher = write_tiny_checkpoint(tmp_path / "teacher", seed=1)
+    recipe = Recipe(algorithm, {"good": 1.0}, steps=2, batch_size=8, num_generations=4, learning_rate=1e-2)
+    found = []
+    for name in ("plain", "ending"):
+        folder = write_tiny_checkpoint(tmp_path / name)
+        if name == "ending":
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            ends = ("<eos>", tokenizer.eos_token_id)
+            tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A <eos>", special_tokens=[ends])
+            tokenizer.save_pretrained(folder)
+            assert AutoTokenizer.from_pretrained(folder)("ab")["input_ids"][-1] == tokenizer.eos_token_id
+        trainer, task = TrlTrainer(), EveryKind(folder, teacher, verifier)
+        report, checkpoint = run(trainer, task, recipe)
+        assert report.failure is None, report.failure
+        assert checkpoint is not None
+        found.append((report, checkpoint.weights, trainer.step_cost_bound(task, recipe)))
+    (report, weights, bound), (other, others, other_bound) = found
+    assert report.supervised_tokens == other.supervised_tokens
+    assert report.training_cost.trained_tokens == other.training_cost.trained_tokens
+    assert bound == other_bound
+    assert equal(weights, others)

@@ -15,7 +15,8 @@ from trl import SFTTrainer
 from posttrain_gym.inner_trainers.base import Checkpoint
 from posttrain_gym.inner_trainers.fault_policy import FaultPolicy
 from posttrain_gym.inner_trainers.recipe import Recipe
-from posttrain_gym.inner_trainers.testing import TinyTask
+from posttrain_gym.inner_trainers.tasks.base import Source
+from posttrain_gym.inner_trainers.testing import TinyTask, write_tiny_checkpoint
 from posttrain_gym.inner_trainers.trl import models as models_module
 from posttrain_gym.inner_trainers.trl.curves import completion_flags
 from posttrain_gym.inner_trainers.trl.grpo import MeteredGRPOTrainer
@@ -23,7 +24,7 @@ from posttrain_gym.inner_trainers.trl.memory import memory_in_use
 from posttrain_gym.inner_trainers.trl.sft import MeteredSFTTrainer
 from posttrain_gym.inner_trainers.trl.trainer import TrlTrainer
 from tests.trl_fixtures import *  # noqa: F403
-from tests.trl_rounds import Weights, equal, graded, grpo, run, sft, trained
+from tests.trl_rounds import EveryKind, Weights, equal, graded, grpo, run, sft, trained
 
 # Divergence (B01) ----------------------------------------------------------------------------------------------------
 
@@ -497,3 +498,57 @@ def test_curves_of_algorithms_that_sample_hold_what_the_flags_need(
 ) -> None:
     report, _ = run(trainer, task, grpo(algorithm=algorithm, steps=1))
     assert {"completions/max_length", "completions/clipped_ratio"} <= set(report.curves[0])
+
+
+@pytest.mark.parametrize("rate", [1e3, 1e6])
+@pytest.mark.parametrize("algorithm", ["sft", "dft", "midtrain", "dpo", "kto", "rft", "distill"])
+def test_a_rate_that_ruins_the_weights_at_once_is_no_finished_round(
+    algorithm: str, rate: float, folder: Path, tmp_path: Path
+) -> None:
+    name, loss = ("sft", "dft") if algorithm == "dft" else (algorithm, "default")
+    recipe = Recipe(name, {"good": 1.0}, steps=6, batch_size=8, num_generations=4, learning_rate=rate, loss=loss)
+    teacher = write_tiny_checkpoint(tmp_path, seed=1)
+    trainer, task = TrlTrainer(), EveryKind(folder, teacher, lambda row, text: float(len(text) % 2))
+    report, checkpoint = run(trainer, task, recipe)
+    assert checkpoint is None, (report.ended, [row["loss"] for row in report.curves])
+    assert report.failure is not None
+    assert (report.failure.cause, report.failure.kind) == ("hyperparameter", "diverged")
+
+
+@pytest.mark.parametrize("reward", [1e30, -1.1e6])
+def test_a_reward_beyond_all_measure_is_the_verifiers_fault(reward: float, trainer: TrlTrainer, folder: Path) -> None:
+    report, checkpoint = run(trainer, TinyTask(folder, verifier=lambda row, text: reward), grpo())
+    assert checkpoint is None and report.failure is not None
+    assert (report.failure.cause, report.failure.kind) == ("environment", "reward_function")
+    assert report.failure.evidence.endswith(f"returned {reward:g}; expected a number in [-1e+06, 1e+06]")
+
+
+def test_a_verifier_cannot_change_the_task(trainer: TrlTrainer, folder: Path) -> None:
+    def verifier(row: Any, text: str) -> float:
+        row["prompt"] = "changed"
+        return 0.0
+
+    task = TinyTask(folder, verifier=verifier)
+    before = [dict(row) for row in task.built.sources["good"].rows["prompts"]]
+    report, _ = run(trainer, task, grpo())
+    assert report.failure is not None and report.failure.kind == "reward_function"
+    assert [dict(row) for row in task.built.sources["good"].rows["prompts"]] == before
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_sequences_beyond_the_models_positions_are_refused(algorithm: str, trainer: TrlTrainer, folder: Path) -> None:
+    class Long(TinyTask):
+        def sources(self) -> list[Source]:
+            row = {"prompt": "a" * 130 + "=", "completion": "a"}
+            return [Source("good", {"demonstrations": [row], "prompts": [row]}, lambda row, text: 1.0)]
+
+    task, recipe = Long(folder), Recipe(algorithm, {"good": 1.0}, steps=2, batch_size=8)
+    messages = {
+        "sft": r"^max_length: rows of up to 133 tokens do not fit the 128 positions of the model; .* at most 128\.$",
+        "grpo": r"^prompts of up to 131 tokens with completions of up to 4 do not fit the 128 positions of the model",
+    }
+    with pytest.raises(ValueError, match=messages[algorithm]):
+        trainer.begin(task, recipe, trainer.base(task), 0)
+    if algorithm == "sft":  # the prompt fills what is left, so nothing could be learned: a shorter row is needed
+        with pytest.raises(ValueError, match="the smallest max_length that works is 132"):
+            trainer.begin(task, Recipe("sft", {"good": 1.0}, max_length=128), trainer.base(task), 0)

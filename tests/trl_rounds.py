@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from trl import GRPOConfig, SFTConfig
 
 from posttrain_gym.inner_trainers.base import Checkpoint, RoundReport
 from posttrain_gym.inner_trainers.recipe import Recipe
+from posttrain_gym.inner_trainers.tasks.base import Source
 from posttrain_gym.inner_trainers.testing import TinyTask
 from posttrain_gym.inner_trainers.trl.trainer import TrlTrainer
 
@@ -19,6 +21,24 @@ Weights = Mapping[str, torch.Tensor]
 SFT: dict[str, Any] = {"algorithm": "sft", "mix": {"good": 1.0}, "steps": 4, "batch_size": 8, "learning_rate": 1e-2}
 GRPO: dict[str, Any] = {**SFT, "algorithm": "grpo", "num_generations": 4, "learning_rate": 3e-3}
 ROW = 4 + 1 + 1  # tokens of a tiny row: prompt, letter, end
+
+
+class EveryKind(TinyTask):
+    """The tiny task with rows of every kind in one source, and a teacher."""
+
+    def __init__(self, folder: Path, teacher: Path, verifier: Any) -> None:
+        super().__init__(folder, verifier=verifier)
+        self._teacher = teacher
+
+    def teacher_checkpoint(self) -> Path:
+        return self._teacher
+
+    def sources(self) -> list[Source]:
+        plain = super().sources()[1]
+        rows = plain.rows["demonstrations"]
+        pairs = [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": "hh"} for r in rows]
+        text = [{"text": r["prompt"] + r["completion"]} for r in rows]
+        return [Source("good", {**plain.rows, "preferences": pairs, "text": text}, plain.verifier)]
 
 
 def graded(row: Mapping[str, Any], completion: str) -> float:

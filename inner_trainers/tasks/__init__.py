@@ -62,7 +62,7 @@ def resolve_task(task: str | InnerTask | TaskFamily | type[Any]) -> TaskFamily:
             given = given()
         except ValueError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(f"task {task!r}: {given.__name__}() failed with {where_raised(error)}.") from error
     if isinstance(given, TaskFamily):
         for name in ("train_seeds", "test_seeds"):

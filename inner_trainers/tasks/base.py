@@ -236,7 +236,7 @@ def _asked(task: InnerTask, part: str, expected: Any) -> Any:
         value = getattr(task, part)()
     except ValueError:
         raise  # ours already say what is wrong, and a person's own say what they mean
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"task {task.name!r}: {part}() raised {where_raised(error)}.") from error
     if not isinstance(value, expected):
         raise ValueError(

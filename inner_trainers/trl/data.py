@@ -11,6 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ..tasks.base import Row
+from ..tokens import text_ids
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ def tokenise_demonstrations(tokenizer: PreTrainedTokenizerBase, rows: Sequence[R
         row["prompt"] + (row["completion"] if eos and row["completion"].endswith(eos) else row["completion"] + eos)
         for row in rows
     ]
-    prompts: list[list[int]] = tokenizer(text=[row["prompt"] for row in rows])["input_ids"]
-    wholes: list[list[int]] = tokenizer(text=texts)["input_ids"]
+    prompts = text_ids(tokenizer, [row["prompt"] for row in rows])
+    wholes = text_ids(tokenizer, texts)
     prefixes = [common_prefix_length(prompt, whole) for prompt, whole in zip(prompts, wholes, strict=True)]
     labels = [[-100] * prefix + whole[prefix:] for prefix, whole in zip(prefixes, wholes, strict=True)]
     return labelled_rows(wholes, labels)
@@ -98,7 +99,7 @@ def tokenise_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> T
     """
     eos = tokenizer.eos_token or ""
     ended = [text if eos and text.endswith(eos) else text + eos for text in texts]
-    return with_loss_on_every_token(tokenizer(text=ended)["input_ids"])
+    return with_loss_on_every_token(text_ids(tokenizer, ended))
 
 
 def with_loss_on_every_token(input_ids: list[list[int]]) -> TokenisedRows:

@@ -12,6 +12,7 @@ import torch
 from trl import DistillationConfig, DistillationTrainer
 
 from ..chat import ChatFormat
+from ..tokens import without_added_end
 from .context import RoundContext
 from .metering import MeteredTrainer
 from .models import hold_to_device, training_arguments
@@ -28,7 +29,8 @@ class MeteredDistillationTrainer(MeteredTrainer, DistillationTrainer):  # type: 
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         if self.chat is None:
-            return super()._tokenize_prompts(prompts)
+            ids, *rest = super()._tokenize_prompts(prompts)
+            return without_added_end(self.processing_class, ids), *rest
         return self.chat.prompts(prompts), None, {}
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import datasets
@@ -16,8 +17,12 @@ from ..conversations import Conversation, carry_on
 from ..faults import RewardFault
 from ..messages import first_line
 from ..tasks.base import Source
+from ..tokens import without_added_end
 from .context import RoundContext
 from .metering import MeteredTrainer
+
+LARGEST_REWARD = 1e6
+"""Largest size of a reward; far beyond it, 32-bit sums and differences of rewards say nothing."""
 
 
 class MeteredRollouts(MeteredTrainer):
@@ -27,6 +32,7 @@ class MeteredRollouts(MeteredTrainer):
     """
 
     accelerator: Any
+    processing_class: Any
     temperature: float
     num_generations: int
     max_completion_length: int
@@ -44,7 +50,8 @@ class MeteredRollouts(MeteredTrainer):
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         if self._chat is None:
-            return super()._tokenize_prompts(prompts)  # type: ignore[misc]
+            ids, *rest = super()._tokenize_prompts(prompts)  # type: ignore[misc]
+            return without_added_end(self.processing_class, ids), *rest
         return self._chat.prompts(prompts), None, {}
 
     @staticmethod
@@ -182,12 +189,18 @@ def verified_reward(source: Source, index: int, completion: str) -> float:
     assert source.verifier is not None  # `Source` refuses prompts without one
     where = f"the verifier of source {source.name!r}, prompts row {index + 1},"
     try:
-        reward = source.verifier(source.rows["prompts"][index], completion)
-    except (Exception, SystemExit) as error:  # answers that are run as code may call `exit`
+        # a verifier that could change the row would change the task under its content hash
+        reward = source.verifier(MappingProxyType(source.rows["prompts"][index]), completion)
+    except (Exception, SystemExit, KeyboardInterrupt, GeneratorExit) as error:
+        # answers that are run as code may call `exit`, or worse; a person's Ctrl-C reaches the main thread alone
         raise RewardFault(f"{where} raised {first_line(error)}") from error
     number = _finite_number(reward)
     if number is None:
         raise RewardFault(f"{where} returned {reprlib.repr(reward)}; expected a finite number")
+    if abs(number) > LARGEST_REWARD:
+        raise RewardFault(
+            f"{where} returned {number:g}; expected a number in [-{LARGEST_REWARD:g}, {LARGEST_REWARD:g}]"
+        )
     return number
 
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..chat import ChatFormat
 from ..tasks.base import Row
+from ..tokens import text_ids
 from .data import common_prefix_length
 
 
@@ -80,7 +81,7 @@ def tokenise_preferences(
     """
     eos = tokenizer.eos_token or ""
     texts = [row["prompt"] for row in rows]
-    prompts: list[list[int]] = tokenizer(text=texts)["input_ids"] if chat is None else chat.prompts(texts)
+    prompts = text_ids(tokenizer, texts) if chat is None else chat.prompts(texts)
     sides: dict[str, list[list[int]]] = {}
     for side in ("chosen", "rejected"):
         if chat is not None:
@@ -88,7 +89,7 @@ def tokenise_preferences(
             continue
         answers = [row[side] if eos and row[side].endswith(eos) else row[side] + eos for row in rows]
         wholes = [row["prompt"] + answer for row, answer in zip(rows, answers, strict=True)]
-        sides[side] = tokenizer(text=wholes)["input_ids"]
+        sides[side] = text_ids(tokenizer, wholes)
     chosen, rejected = sides["chosen"], sides["rejected"]
     chosen_prompt = [common_prefix_length(p, whole) for p, whole in zip(prompts, chosen, strict=True)]
     rejected_prompt = [common_prefix_length(p, whole) for p, whole in zip(prompts, rejected, strict=True)]

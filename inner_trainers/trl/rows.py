@@ -12,6 +12,7 @@ from ..chat import ChatFormat
 from ..recipe import Recipe
 from ..tasks.base import InnerTask
 from ..tasks.rows import distinct_rows
+from ..tokens import text_ids
 from . import data, preferences
 from .algorithms import AlgorithmSpec, replayed_sources
 from .step_tokens import Lengths
@@ -126,8 +127,7 @@ class TaskRows:
         """Return prompts as the token ids that the model continues."""
         if self.chat is not None:
             return self.chat.prompts(prompts)
-        ids: list[list[int]] = self._tokenizer(text=list(prompts))["input_ids"]
-        return ids
+        return text_ids(self._tokenizer, prompts)
 
     def repeat_flags(self, spec: AlgorithmSpec, recipe: Recipe) -> tuple[str, ...]:
         """Return a sentence for each source of the mix of which more than `TOLERATED_REPEATS` of the rows repeat."""

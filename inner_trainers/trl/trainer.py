@@ -18,7 +18,7 @@ from ..messages import did_you_mean, require_integer
 from ..recipe import Recipe
 from ..time_limit import TimeLimitError, call_with_time_limit
 from .algorithms import ALGORITHMS, AlgorithmSpec, check_recipe, usable_sources
-from .step_tokens import StepTokens
+from .step_tokens import Lengths, StepTokens
 
 if TYPE_CHECKING:
     from ..tasks.base import InnerTask
@@ -185,6 +185,7 @@ class TrlTrainer:
 
         if recipe.packing and "packing" in spec.reads:
             self._require_packing(resident)
+        _require_positions(resident.model.template.config, spec, resident.rows.lengths(spec, recipe))
         drawn = draw_rows(task, resident.rows, spec, recipe, seed)
         meter = Meter()
         tokens = spec.step_tokens(recipe, resident.rows.lengths(spec, recipe))
@@ -404,6 +405,22 @@ class TrlTrainer:
         if tokens.teacher:
             flops += 2.0 * self._teacher_model(resident.task).parameters * tokens.teacher
         return flops
+
+
+def _require_positions(config: Any, spec: AlgorithmSpec, lengths: Lengths) -> None:
+    """Refuse sequences that are longer than the model has positions; beyond them it fails, or reads noise."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not positions or max(lengths.row, lengths.whole if spec.sampled else 0) <= positions:
+        return
+    if spec.sampled:
+        raise ValueError(
+            f"prompts of up to {lengths.prompt} tokens with completions of up to {lengths.generated} do not fit the "
+            f"{positions} positions of the model; leave long prompts out, or lower the benchmark's max_new_tokens."
+        )
+    raise ValueError(
+        f"max_length: rows of up to {lengths.row} tokens do not fit the {positions} positions of the model; "
+        f"set max_length to at most {positions}."
+    )
 
 
 def _metered_tokens(meter: Meter) -> StepTokens:
