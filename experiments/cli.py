@@ -397,8 +397,9 @@ def algorithms(
     if as_json:
         console.print_json(data=rows)
         return
-    shown = [{**row, **{key: ", ".join(row[key]) or "none" for key in ("losses", "reads", "sources")}} for row in rows]
-    console.print(_table(["name", "about", "rows", "losses", "reads", "sources"], shown))
+    shown = [{**row, **{key: ", ".join(row[key]) or "none" for key in ("losses", "sources")}} for row in rows]
+    console.print(_table(["name", "about", "rows", "losses", "sources"], shown))
+    _say(f"sources are those of {drawn.name}; --json also has the recipe fields that each reads")
 
 
 @app.command()

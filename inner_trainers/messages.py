@@ -14,6 +14,7 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` plus the known names, ready to end an error message."""
     names = sorted(str(name) for name in known)
     close = difflib.get_close_matches(str(given), names, n=1, cutoff=0.5)
+    close = close or [name for name in names if name.lower() == str(given).lower()]
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"{hint} Known: {', '.join(names) if names else 'none'}."
 

@@ -130,6 +130,11 @@ def learning_rate_probe(
     Raises:
         ValueError: a setting outside its range, or a recipe that cannot run on the task.
     """
+    if recipe.loss == "dft":
+        raise ValueError(
+            "loss: a rate cannot be judged by the loss 'dft', which falls to 0 as well when the answers die out; probe "
+            "with loss 'nll', whose best rates are near."
+        )
     low = require_number("low", low, low=0, high=1e6, low_open=True)
     high = require_number("high", high, low=low, high=1e6, low_open=True)
     count = require_integer("points", points, low=2, high=100)

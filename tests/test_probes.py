@@ -676,3 +676,11 @@ def test_a_knob_narrows_to_what_a_probe_suggests() -> None:
 def test_a_range_without_a_value_in_common_is_refused(name: str, low: float, high: float) -> None:
     with pytest.raises(ValueError, match=r"none of the choices|no value in common"):
         DEFAULT_PARAMETERS[name].narrowed(low, high)
+
+
+def test_a_loss_that_falls_when_answers_die_out_is_not_probed() -> None:
+    task = ScriptedTask()
+    trainer = ScriptedTrainer()
+    recipe = Recipe("sft", {"left": 1.0}, loss="dft")
+    with pytest.raises(ValueError, match=r"^loss: a rate cannot be judged by the loss 'dft'"):
+        learning_rate_probe(trainer, task, recipe, trainer.base(task), 0)

@@ -460,3 +460,14 @@ def test_a_packed_round_on_a_real_card(changes: dict[str, Any], precision: str, 
     weights = trained(card, task, packed_sft(**changes))
     assert card._load(task).packs is True
     assert not equal(weights, card.base(task).weights)
+
+
+def test_packs_longer_than_the_models_positions_are_refused(trainer: TrlTrainer, task: TinyTask) -> None:
+    recipe = sft(packing=True, max_length=100_000)
+    message = (
+        "max_length: packs of up to 100000 tokens are longer than the 128 positions of the model; set it to at most "
+        "128, or lower for short rows."
+    )
+    with pytest.raises(ValueError) as caught:
+        trainer.begin(task, recipe, trainer.base(task), 0)
+    assert str(caught.value) == message

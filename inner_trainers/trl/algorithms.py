@@ -241,7 +241,7 @@ def check_recipe(task: InnerTask, recipe: Recipe) -> AlgorithmSpec:
         raise ValueError(f"algorithm: unknown {recipe.algorithm!r}.{did_you_mean(recipe.algorithm, ALGORITHMS)}")
     if recipe.loss not in ("default", *spec.losses):
         raise ValueError(
-            f"loss: {spec.name} has none called {recipe.loss!r}.{did_you_mean(recipe.loss, ('default', *spec.losses))}"
+            f"loss: {spec.name} has none called {recipe.loss!r}.{did_you_mean(recipe.loss, {'default', *spec.losses})}"
         )
     if spec.needs_teacher and task.built.teacher is None:
         raise ValueError(

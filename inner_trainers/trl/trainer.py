@@ -185,7 +185,7 @@ class TrlTrainer:
 
         if recipe.packing and "packing" in spec.reads:
             self._require_packing(resident)
-        _require_positions(resident.model.template.config, spec, resident.rows.lengths(spec, recipe))
+        _require_positions(resident.model.template.config, spec, recipe, resident.rows.lengths(spec, recipe))
         drawn = draw_rows(task, resident.rows, spec, recipe, seed)
         meter = Meter()
         tokens = spec.step_tokens(recipe, resident.rows.lengths(spec, recipe))
@@ -407,10 +407,17 @@ class TrlTrainer:
         return flops
 
 
-def _require_positions(config: Any, spec: AlgorithmSpec, lengths: Lengths) -> None:
+def _require_positions(config: Any, spec: AlgorithmSpec, recipe: Recipe, lengths: Lengths) -> None:
     """Refuse sequences that are longer than the model has positions; beyond them it fails, or reads noise."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if not positions or max(lengths.row, lengths.whole if spec.sampled else 0) <= positions:
+    if not positions:
+        return
+    if recipe.packing and "packing" in spec.reads and recipe.max_length > positions:
+        raise ValueError(
+            f"max_length: packs of up to {recipe.max_length} tokens are longer than the {positions} positions of the "
+            f"model; set it to at most {positions}, or lower for short rows."
+        )
+    if max(lengths.row, lengths.whole if spec.sampled else 0) <= positions:
         return
     if spec.sampled:
         raise ValueError(
