@@ -352,7 +352,7 @@ def _words(comparison: Comparison) -> str:
         f"P(better than {comparison.reference})": "the chance that a random episode of the policy beats a random one "
         "of the reference on the same instance; 0.5 is no difference.",
         "within noise": "the share of episodes whose TEST score moved by at most twice its standard error.",
-        "budget used": "the mean share spent; policies may stop early. Only a budget in seconds can be passed, by a step.",
+        "budget used": "the mean share spent; policies may stop early. Only a budget in seconds can be passed.",
     }
     items = "".join(f"<li><strong>{_text(term)}</strong>: {_text(meaning)}</li>" for term, meaning in terms.items())
     return (
