@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -241,3 +242,25 @@ def test_two_interrupts_leave_a_worker_that_close_waits_for(
     assert workers() == 0
     assert torch.equal(torch.get_rng_state(), state)
     assert session.result()[0].steps <= 1
+
+
+@pytest.mark.parametrize("recipe", [sft(), grpo()], ids=["sft", "grpo"])
+@pytest.mark.parametrize("steps", [0, 2, 4])
+def test_a_session_goes_with_its_last_reference(
+    recipe: Recipe, steps: int, trainer: TrlTrainer, task: TinyTask
+) -> None:
+    """It holds the weights of its checkpoint, so waiting for the cycle collector would let memory grow by rounds."""
+    gc.collect()
+    gc.disable()
+    try:
+        session = trainer.begin(task, recipe, trainer.base(task), 3)
+        if steps:
+            session.advance(steps)
+            session.result()
+        else:
+            session.close()
+        gone = weakref.ref(session)
+        del session
+        assert gone() is None
+    finally:
+        gc.enable()

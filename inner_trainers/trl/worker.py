@@ -107,6 +107,7 @@ class Worker:
     def close(self) -> None:
         """Wait until the worker parks, unwind it and end its thread; a worker that was given up is left alone."""
         if self._thread is None or self.given_up:
+            self._let_go()
             return
         if self.running:  # the caller was interrupted while the worker ran
             self._hurry()
@@ -117,6 +118,11 @@ class Worker:
         self._resume.release()
         self._thread.join()
         self.error = None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Forget who is worked for, which holds the round's weights: else they wait for the cycle collector."""
+        self._work = self._hurry = _nothing
 
     def _interrupt(self, grace_seconds: float) -> None:
         assert self._thread is not None
@@ -172,6 +178,10 @@ class Worker:
             with self._lock:
                 self.ended = True
                 self.parked.set()
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _left(late_at: float | None) -> float | None:
