@@ -8,14 +8,13 @@ Writes `experiments/results/effects.parquet` and the page `effects.md`.
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..inner_trainers.files import write_atomically
-from .make_letters_rounds import RESULTS, read_parquet_rows, versions
+from .make_letters_rounds import RESULTS, mean_changes, read_parquet_rows, versions
 
 SEEDS = (0, 1, 2)
 
@@ -224,18 +223,8 @@ def run_case(case: Case, seeds: Sequence[int] = SEEDS) -> list[dict[str, Any]]:
 
 
 def changes(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Return case -> mean change of the test score over seeds, with its standard error.
-
-    The error joins the spread between seeds with the item errors of both scores.
-    """
-    result = {}
-    for name in dict.fromkeys(row["case"] for row in rows):
-        group = [row for row in rows if row["case"] == name]
-        values = [row["test_score"] - row["base_test_score"] for row in group]
-        between = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-        items = math.hypot(group[0]["base_test_error"], statistics.mean(row["test_error"] for row in group))
-        result[name] = (statistics.mean(values), math.hypot(between, items))
-    return result
+    """Return case -> mean change of the test score over seeds, with its standard error."""
+    return mean_changes(rows, "case")
 
 
 def describe(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -7,13 +7,12 @@ Writes `experiments/results/letters_controls.parquet` and the page `letters_cont
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..inner_trainers.files import write_atomically
-from .make_letters_rounds import RESULTS, letters_recipe, read_parquet_rows, versions, weighted_pass
+from .make_letters_rounds import RESULTS, letters_recipe, mean_changes, read_parquet_rows, versions, weighted_pass
 
 SEEDS = (0, 1, 2)
 WEIGHTS = {"reasoning": 0.7, "instruction": 0.1, "multi_turn": 0.1, "safety": 0.1}
@@ -79,14 +78,7 @@ def run_control(name: str, seeds: Sequence[int] = SEEDS) -> list[dict[str, Any]]
 
 def changes(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
     """Return control -> mean change of the test score over seeds, with its standard error."""
-    result = {}
-    for name in CONTROLS:
-        group = [row for row in rows if row["control"] == name]
-        values = [row["test_score"] - row["base_test_score"] for row in group]
-        between = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-        items = math.hypot(group[0]["base_test_error"], statistics.mean(row["test_error"] for row in group))
-        result[name] = (statistics.mean(values), math.hypot(between, items))
-    return result
+    return mean_changes(rows, "control")
 
 
 def describe(rows: Sequence[Mapping[str, Any]]) -> str:

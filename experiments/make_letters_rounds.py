@@ -125,6 +125,21 @@ def weighted_pass(task: Any, scorecard: Any, column: str) -> float:
     return total
 
 
+def mean_changes(rows: Sequence[Mapping[str, Any]], key: str) -> dict[str, tuple[float, float]]:
+    """Return value of column ``key`` -> mean change of the test score over its rounds, with its standard error.
+
+    The error joins the spread between seeds with the item errors of both scores.
+    """
+    result = {}
+    for name in dict.fromkeys(row[key] for row in rows):
+        group = [row for row in rows if row[key] == name]
+        values = [row["test_score"] - row["base_test_score"] for row in group]
+        between = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+        items = math.hypot(group[0]["base_test_error"], statistics.mean(row["test_error"] for row in group))
+        result[name] = (statistics.mean(values), math.hypot(between, items))
+    return result
+
+
 def versions() -> str:
     """Return the versions of what decides a round's result."""
     names = ("torch", "transformers", "trl", "numpy")
