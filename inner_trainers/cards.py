@@ -169,7 +169,7 @@ def _chosen(card: Card, how: str) -> Card:
 def _uuid(nvml: Any, handle: Any) -> str:
     try:
         uuid = nvml.nvmlDeviceGetUUID(handle)
-    except Exception:
+    except Exception:  # a card without a name is still a card: it is found by its place
         return ""
     if isinstance(uuid, bytes):
         return uuid.decode(errors="replace")
@@ -187,7 +187,7 @@ def _instances(nvml: Any, card: Card) -> list[Card]:
                 continue
             pair = int(nvml.nvmlDeviceGetGpuInstanceId(handle)), int(nvml.nvmlDeviceGetComputeInstanceId(handle))
             found.append(Card(handle, _uuid(nvml, handle), card.uuid, pair))
-    except Exception:
+    except Exception:  # how NVML says that a card cannot be partitioned
         return []
     return found
 
@@ -226,5 +226,5 @@ def _pci_address(nvml: Any, card: Card) -> tuple[int, int, int] | None:
     try:
         info = nvml.nvmlDeviceGetPciInfo(card.handle)
         return int(info.domain), int(info.bus), int(info.device)
-    except Exception:
+    except Exception:  # then it is not matched by address, and the caller says what it assumes
         return None
