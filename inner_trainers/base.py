@@ -8,8 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from .adjustments import Adjustment
 from .messages import did_you_mean, require_number
-from .recipe import Adjustment, Recipe
+from .recipe import Recipe
+from .signals import Signals
 
 if TYPE_CHECKING:
     from .tasks.base import InnerTask
@@ -128,18 +130,19 @@ def round_id(task: InnerTask, start: Checkpoint, recipe: Recipe, seed: int, igno
     return _digest(f"{task.built.content_hash}/{start.id}/{recipe.training_hash(ignored)}/{seed}")
 
 
-def checkpoint_id(round_id: str, planned: int, factors: Sequence[float], rescues: Sequence[str] = ()) -> str:
+def checkpoint_id(round_id: str, planned: int, factors: Sequence[float], history: Sequence[str] = ()) -> str:
     """Return the id of the checkpoint a round made: the round's own when it finished as asked, else one of its own.
 
     Args:
         round_id: the round.
         planned: optimiser steps that were asked for.
         factors: for each step that was done, the product of the adjustments its learning rate was multiplied by.
-        rescues: for each fault after which the round went on, what was done about it: other weights than without.
+        history: what else made the weights others than those of the whole round: what was done about each fault after
+            which it went on, and each adjustment that reached a step, with that step.
     """
-    if len(factors) == planned and all(factor == 1.0 for factor in factors) and not rescues:
+    if len(factors) == planned and all(factor == 1.0 for factor in factors) and not history:
         return round_id
-    return _digest("/".join((round_id, str(list(map(float, factors))), *rescues)))
+    return _digest("/".join((round_id, str(list(map(float, factors))), *history)))
 
 
 def _digest(text: str) -> str:
@@ -242,6 +245,8 @@ class RoundReport:
             rolled back; else None, and they are those after the last step.
         curves: per optimiser step, name -> value: ``step``, ``loss``, ``grad_norm``, ``learning_rate`` as used, and
             what the algorithm adds.
+        adjustments: what was applied while it ran: (optimiser steps done then, adjustment). Those that change
+            nothing are left out.
         flags: sentences a person should read (truncated rows, clipped completions).
         cached: whether an equal earlier round answered; its cost is then zero.
         recorded: whether recorded or modelled rounds answered instead of training.
@@ -267,6 +272,7 @@ class RoundReport:
     rescued: tuple[Failure, ...] = ()
     rolled_back_to: int | None = None
     curves: tuple[Mapping[str, float], ...] = ()
+    adjustments: tuple[tuple[int, Adjustment], ...] = ()
     flags: tuple[str, ...] = ()
     cached: bool = False
     recorded: bool = False
@@ -281,9 +287,10 @@ class RoundReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types; curve values that are not finite become text, as JSON has no such numbers."""
-        data = asdict(replace(self, recipe=None, curves=()))  # type: ignore[arg-type]
+        data = asdict(replace(self, recipe=None, curves=(), adjustments=()))  # type: ignore[arg-type]
         data["recipe"] = self.recipe.to_dict()
         data["curves"] = [{k: (v if math.isfinite(v) else str(v)) for k, v in row.items()} for row in self.curves]
+        data["adjustments"] = [[step, adjustment.to_dict()] for step, adjustment in self.adjustments]
         data["flags"], data["rescued"] = list(self.flags), [asdict(fault) for fault in self.rescued]
         return data
 
@@ -304,6 +311,9 @@ class RoundReport:
             values["failure"] = Failure(**values["failure"])
         values["rescued"] = tuple(Failure(**fault) for fault in values.get("rescued", ()))
         values["curves"] = tuple({k: float(v) for k, v in row.items()} for row in values["curves"])
+        values["adjustments"] = tuple(
+            (int(step), Adjustment.from_dict(entry)) for step, entry in values.get("adjustments", ())
+        )
         values["flags"] = tuple(values["flags"])
         return cls(**values)
 
@@ -319,18 +329,40 @@ class TrainingSession(Protocol):
     def done(self) -> bool:
         """Whether no further step will be taken."""
 
+    @property
+    def cost(self) -> Cost:
+        """Training cost so far."""
+
+    @property
+    def signals(self) -> Signals:
+        """What the last optimiser step showed; all absent before the first."""
+
+    @property
+    def settings(self) -> Mapping[str, float]:
+        """Settings in force for the next step, by the names of recipe fields; ``mix.NAME`` for a source's weight.
+
+        ``learning_rate`` is the rate the next step will use; ``learning_rate_factor`` what adjustments have made of
+        the schedule's.
+        """
+
     def advance(self, steps: int | None = None) -> Mapping[str, float]:
         """Take up to ``steps`` optimiser steps (all that are left when None); return the last step's curve row.
 
         A fault in training ends the session instead of raising: see `result`.
         """
 
+    def refusal(self, adjustment: Adjustment) -> str | None:
+        """Return why the adjustment cannot be applied now, as a sentence; None when it can. Changes nothing."""
+
     def apply(self, adjustment: Adjustment) -> None:
         """Change the round from the next step on.
 
         Raises:
-            ValueError: the round has ended, or this algorithm cannot take the adjustment.
+            ValueError: `refusal` has a reason: the round has ended, or this algorithm or device cannot take it.
         """
+
+    def flag(self, sentence: str) -> None:
+        """Add a sentence to the flags of the round's report; one that is there already is not repeated."""
 
     def result(self) -> tuple[RoundReport, Checkpoint | None]:
         """Close the session; return its report (without scorecard) and the checkpoint, None after a failure."""

@@ -1,4 +1,4 @@
-"""What a round is asked to do: the frozen `Recipe`, and the `Adjustment` of a round that is running."""
+"""What a round is asked to do: the frozen `Recipe`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
@@ -215,42 +215,3 @@ def _checked_mix(mix: object) -> dict[str, float]:
         shown = " + ".join(f"{name} {weight:g}" for name, weight in weights.items())
         raise ValueError(f"mix: weights must sum to 1, but {shown} = {total:g}.")
     return dict(sorted(weights.items()))
-
-
-ADJUSTMENTS: Mapping[str, str] = MappingProxyType(
-    {
-        "none": "change nothing",
-        "lr_scale": "multiply the learning rate of every later step by `value`; composes with the schedule",
-        "stop": "end the round after the step that is done",
-    }
-)
-
-
-@dataclass(frozen=True)
-class Adjustment:
-    """One change to a running round.
-
-    Attributes:
-        kind: a key of `ADJUSTMENTS`.
-        value: the factor of ``"lr_scale"``, in (0, 1000]; unused otherwise.
-    """
-
-    kind: str = "none"
-    value: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Check the kind and its value.
-
-        Raises:
-            ValueError: unknown kind (with what cannot change mid-round said plainly), or a factor outside (0, 1000].
-        """
-        if not isinstance(self.kind, str) or self.kind not in ADJUSTMENTS:
-            raise ValueError(
-                f"adjustment: {self.kind!r} cannot be applied to a running round.{did_you_mean(self.kind, ADJUSTMENTS)}"
-            )
-        number = require_number("adjustment.value", self.value, low=0, high=1000, low_open=True)
-        object.__setattr__(self, "value", number)  # a plain float, so that `to_dict` is JSON
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types."""
-        return asdict(self)

@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from .adjustments import Adjustment
 from .base import Checkpoint, Cost, DimensionScore, Failure, Limit, RoundReport, Scorecard, checkpoint_id, round_id
 from .fault_kinds import failure
 from .messages import did_you_mean
-from .recipe import Adjustment, Recipe
+from .recipe import Recipe
+from .signals import Signals
 from .tasks.base import Benchmark, InnerTask, Item, Source, TaskFamily
 
 TINY_CHARACTERS = "abcdefgh=0123456789>"
@@ -285,6 +287,8 @@ class ScriptedSession:
         self._failure: Failure | None = None
         self._factor = 1.0
         self._factors: list[float] = []
+        self._applied: list[tuple[int, Adjustment]] = []
+        self._flags = ["scripted: nothing was trained"]
         self._bound = trainer.step_cost_bound(task, recipe)
         self._steps_paid = math.inf
         if limit is not None and self._bound.in_unit(limit.unit) > 0:
@@ -338,14 +342,48 @@ class ScriptedSession:
         if self.step + 1 > self._steps_paid:
             self._ended = "budget"
 
+    @property
+    def cost(self) -> Cost:
+        """The cost of the steps so far."""
+        return self._bound.times(self.step)
+
+    @property
+    def signals(self) -> Signals:
+        """What the last step showed."""
+        return Signals()
+
+    @property
+    def settings(self) -> Mapping[str, float]:
+        """Learning rate, its factor and the mix."""
+        return {
+            "learning_rate": self._recipe.learning_rate * self._factor,
+            "learning_rate_factor": self._factor,
+            **{f"mix.{name}": weight for name, weight in self._recipe.mix.items()},
+        }
+
+    def refusal(self, adjustment: Adjustment) -> str | None:
+        """Return why the adjustment cannot be applied now; None when it can."""
+        if self.done:
+            return f"the round has ended ({self._ended}) at step {self.step}"
+        if adjustment.kind not in ("none", "stop", "lr_scale"):
+            return "a scripted round changes its learning rate alone"
+        return None
+
     def apply(self, adjustment: Adjustment) -> None:
         """Apply ``lr_scale`` or ``stop``."""
-        if self.done:
-            raise ValueError(f"adjustment {adjustment.kind!r}: the round has ended ({self._ended}).")
+        reason = self.refusal(adjustment)
+        if reason is not None:
+            raise ValueError(f"adjustment {adjustment.kind!r}: {reason}.")
         if adjustment.kind == "stop":
             self._ended = "stopped"
         elif adjustment.kind == "lr_scale":
-            self._factor *= adjustment.value
+            self._factor *= adjustment.number
+        if adjustment.kind != "none":
+            self._applied.append((self.step, adjustment))
+
+    def flag(self, sentence: str) -> None:
+        """Add a sentence to the report's flags."""
+        self._flags.append(sentence)
 
     def result(self) -> tuple[RoundReport, Checkpoint | None]:
         """Return the report and the moved scores."""
@@ -370,7 +408,8 @@ class ScriptedSession:
                 training_cost=self._bound.times(self.step),
                 failure=self._failure,
                 curves=tuple(self._curves),
-                flags=("scripted: nothing was trained",),
+                adjustments=tuple(self._applied),
+                flags=tuple(self._flags),
             ),
             checkpoint,
         )

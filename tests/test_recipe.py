@@ -16,7 +16,7 @@ import torch
 
 from posttrain_gym.inner_trainers.base import Cost, Limit
 from posttrain_gym.inner_trainers.messages import did_you_mean, first_line, require_integer, require_number
-from posttrain_gym.inner_trainers.recipe import ADJUSTMENTS, Adjustment, Recipe
+from posttrain_gym.inner_trainers.recipe import Recipe
 
 FULL: dict[str, Any] = {
     "algorithm": "grpo",
@@ -257,29 +257,7 @@ def test_first_line_of_an_exception_without_a_message() -> None:
     assert first_line(ValueError("one\ntwo")) == "ValueError: one"
 
 
-# Adjustments and limits ----------------------------------------------------------------------------------------------
-
-
-def test_adjustment_kinds() -> None:
-    assert tuple(ADJUSTMENTS) == ("none", "lr_scale", "stop")
-    assert Adjustment() == Adjustment("none", 1.0)
-    assert Adjustment("lr_scale", 0.5).to_dict() == {"kind": "lr_scale", "value": 0.5}
-
-
-@pytest.mark.parametrize("kind", ["batch_size", "steps", "mix", "LR_SCALE", "", ["stop"], None])
-def test_what_cannot_change_mid_round_is_refused(kind: Any) -> None:
-    with pytest.raises(ValueError, match=r"cannot be applied to a running round\..*Known: lr_scale, none, stop\."):
-        Adjustment(kind)
-
-
-@pytest.mark.parametrize("value", [0, -0.5, 1000.1, float("nan"), float("inf"), "2", None, True])
-def test_a_factor_outside_its_range_is_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"adjustment\.value: expected a number in"):
-        Adjustment("lr_scale", value)
-
-
-def test_an_adjustment_is_json_whatever_number_it_was_given() -> None:
-    assert json.dumps(Adjustment("lr_scale", np.float32(0.5)).to_dict()) == '{"kind": "lr_scale", "value": 0.5}'  # type: ignore[arg-type]
+# Limits --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_limit_that_could_never_be_passed_is_refused() -> None:

@@ -16,8 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer, SFTTrainer
 
+from posttrain_gym.inner_trainers.adjustments import Adjustment
 from posttrain_gym.inner_trainers.base import Checkpoint, InnerTrainer, Limit, RoundReport, round_id
-from posttrain_gym.inner_trainers.recipe import Adjustment, Recipe
+from posttrain_gym.inner_trainers.recipe import Recipe
 from posttrain_gym.inner_trainers.testing import TinyTask
 from posttrain_gym.inner_trainers.trl.data import draw_mix
 from posttrain_gym.inner_trainers.trl.session import TrlSession

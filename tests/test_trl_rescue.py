@@ -13,10 +13,11 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from posttrain_gym.envs.post_training import PostTrainingEnv
+from posttrain_gym.inner_trainers.adjustments import Adjustment
 from posttrain_gym.inner_trainers.base import Checkpoint
 from posttrain_gym.inner_trainers.evaluation import Evaluator
 from posttrain_gym.inner_trainers.fault_policy import FaultPolicy
-from posttrain_gym.inner_trainers.recipe import Adjustment, Recipe
+from posttrain_gym.inner_trainers.recipe import Recipe
 from posttrain_gym.inner_trainers.testing import TinyTask
 from posttrain_gym.inner_trainers.trl.grpo import MeteredGRPOTrainer
 from posttrain_gym.inner_trainers.trl.ppo import PPOTrainer

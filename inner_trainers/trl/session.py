@@ -5,22 +5,29 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import PrinterCallback, TrainerCallback
 
+from ..adjustments import Adjustment
 from ..base import Checkpoint, Cost, Failure, Limit, RoundReport, checkpoint_id
 from ..fault_kinds import failure
 from ..fault_policy import RETRY_FACTOR
 from ..faults import FaultWatch, MemoryLimitError, failure_from_exception
 from ..messages import require_integer
-from ..recipe import Adjustment, Recipe
+from ..rates import LearningRates
+from ..recipe import Recipe
+from ..signals import Signals
 from ..telemetry import RoundTelemetry
 from .adapters import stack
+from .adjust_optimizer import scale_learning_rate
+from .algorithms import AlgorithmSpec
 from .curves import completion_flags, curve_values
+from .executor import Executor
+from .live import LiveRound
 from .memory import forget_peak, peak_memory, take_apart
 from .metering import Meter
 from .models import copy_weights, trainable_tensors
@@ -42,20 +49,20 @@ class TrlSession:
         seed: int,
         round_id: str,
         flops: Callable[[Meter], float],
-        step_bound: Cost,
-        later_bound: Cost,
+        first_bound: Cost,
+        step_bound: Callable[[Recipe], Cost],
         limit: Limit | None,
         watch: FaultWatch,
         torch_threads: int | None,
         device: torch.device,
-        reads: Collection[str],
+        spec: AlgorithmSpec,
         flags: tuple[str, ...] = (),
         rows_without_supervision: int = 0,
     ) -> None:
         self._recipe, self._start, self._seed, self._round_id = recipe, start, seed, round_id
         self._flops, self._limit, self._watch = flops, limit, watch
-        self._bound, self._later_bound = step_bound, later_bound
-        self._device, self._reads = device, reads
+        self._first_bound, self._bound = first_bound, step_bound(recipe)
+        self._device = device
         self._policy = watch.policy
         self._rescue = Rescue(self._policy, start.weights)
         self._flags, self._rows_without_supervision = list(flags), rows_without_supervision
@@ -66,14 +73,23 @@ class TrlSession:
         self._rates_used: list[float] = []
         self._rates_asked: list[float] = []
         self._rate_factors: list[float] = []
-        self._rate_factor = 1.0
+        self._sequences_asked = 0
         self._sequences_done = 0  # not those of a step that an exception ended
         self._slowest_step = self._step_began = 0.0
         self._peak_memory: int | None = None
         self._wall_seconds = 0.0
         self._result: tuple[RoundReport, Checkpoint | None] | None = None
-        self._trainer: Any = None
         self._meter = meter
+        self._live = LiveRound(
+            spec=spec,
+            asked=recipe,
+            now=recipe,
+            rates=LearningRates(recipe),
+            rescue=self._rescue,
+            meter=meter,
+            step_bound=step_bound,
+        )
+        self._executor = Executor(self._live)
         self._worker = Worker(self._train, self._hurry, torch_threads)
         self._telemetry = RoundTelemetry(device)
         forget_peak(device)
@@ -91,6 +107,14 @@ class TrlSession:
         self._wall_seconds += time.perf_counter() - began
         if self._ended is None and self._would_pass_limit():
             self._ended = "budget"
+
+    @property
+    def _trainer(self) -> Any:
+        return self._live.trainer
+
+    @_trainer.setter
+    def _trainer(self, trainer: Any) -> None:
+        self._live.trainer = trainer
 
     @property
     def step(self) -> int:
@@ -114,6 +138,16 @@ class TrlSession:
             self._wall_seconds,
         )
 
+    @property
+    def signals(self) -> Signals:
+        """What the last optimiser step showed; all absent before the first."""
+        return Signals()
+
+    @property
+    def settings(self) -> Mapping[str, float]:
+        """Settings in force for the next step; see `TrainingSession.settings`."""
+        return self._executor.settings()
+
     def advance(self, steps: int | None = None) -> Mapping[str, float]:
         """Take up to ``steps`` optimiser steps (all that are left when None); return the last step's curve row."""
         quota = self._recipe.steps if steps is None else require_integer("steps", steps, low=1, high=2**31)
@@ -125,20 +159,34 @@ class TrlSession:
                 self._hand_over()
         return self._curves[-1] if self._curves else {}
 
+    def refusal(self, adjustment: Adjustment) -> str | None:
+        """Return why the adjustment cannot be applied now, as a sentence; None when it can."""
+        if self.done:
+            return f"the round has ended ({self._ended}) at step {self.step}"
+        return None if adjustment.kind == "stop" else self._executor.refusal(adjustment)
+
     def apply(self, adjustment: Adjustment) -> None:
         """Change the round from the next step on.
 
         Raises:
-            ValueError: the round has ended.
+            ValueError: `refusal` has a reason.
         """
-        if self.done:
-            raise ValueError(
-                f"adjustment {adjustment.kind!r}: the round has ended ({self._ended}) at step {self.step}."
-            )
+        reason = self.refusal(adjustment)
+        if reason is not None:
+            raise ValueError(f"adjustment {adjustment.kind!r}: {reason}.")
         if adjustment.kind == "stop":
             self._ended = "stopped"
-        elif adjustment.kind == "lr_scale":
-            self._scale_learning_rate(adjustment.value)
+            self._executor.note(adjustment)
+            return
+        before = self._live.now
+        self._executor.apply(adjustment)
+        if self._live.now is not before:
+            self._bound = self._live.step_bound(self._live.now)
+
+    def flag(self, sentence: str) -> None:
+        """Add a sentence to the flags of the round's report; one that is there already is not repeated."""
+        if sentence not in self._flags:
+            self._flags.append(sentence)
 
     def result(self) -> tuple[RoundReport, Checkpoint | None]:
         """Close the session; return its report (without scorecard) and the checkpoint, None after a failure."""
@@ -152,7 +200,7 @@ class TrlSession:
             checkpoint = None
             if weights is not None:
                 factors = self._rate_factors[: self.step]
-                history = [*self._meter.history, *self._rescue.history]
+                history = [*self._meter.history, *self._rescue.history, *self._executor.history()]
                 made = checkpoint_id(self._round_id, self._recipe.steps, factors, history)
                 checkpoint = Checkpoint(made, weights, self._start.depth + 1)
             self._result = (self._report(checkpoint), checkpoint)
@@ -189,7 +237,9 @@ class TrlSession:
         row.update(self._meter.extra)
         self._meter.extra.clear()
         self._curves.append(row)
+        self._live.step = self.step
         self._sequences_done = self._meter.sequences
+        self._sequences_asked += self._live.now.batch_size * self._live.now.gradient_accumulation
         self._slowest_step = max(self._slowest_step, time.perf_counter() - self._step_began)
         self._step_began = time.perf_counter()
         self._note_memory()
@@ -225,6 +275,7 @@ class TrlSession:
         if not self._worker.started:
             self._telemetry.start()
         began = self._step_began = time.perf_counter()
+        self._live.started = True
         in_time = True
         try:
             in_time = self._worker.hand_over(self._seconds_left(), self._policy.grace_seconds)
@@ -277,7 +328,7 @@ class TrlSession:
         if self._limit is None:
             return False
         unit = self._limit.unit
-        bound = self._later_bound if self._worker.started else self._bound
+        bound = self._bound if self._worker.started else self._first_bound
         next_step = self._slowest_step if unit == "device_seconds" else bound.in_unit(unit)
         spent = self._wall_seconds if unit == "device_seconds" else self.cost.in_unit(unit)
         if unit == "device_seconds" and self._worker.running:
@@ -287,8 +338,8 @@ class TrlSession:
     def _note_rate(self, rate: float) -> None:
         """Note the rate a step is about to use, beside the one it was asked to. Called on the worker."""
         self._rates_used.append(rate)
-        self._rates_asked.append(self._recipe.learning_rate_at(len(self._rates_used)) * self._rate_factor)
-        self._rate_factors.append(self._rate_factor)
+        self._rates_asked.append(self._live.rates.at(len(self._rates_used)))
+        self._rate_factors.append(self._live.rates.factor)
 
     def _setting_not_used(self) -> Failure | None:
         """Return a failure when a step used another learning rate or batch than it was asked to."""
@@ -296,24 +347,11 @@ class TrlSession:
             if not math.isclose(used, asked, rel_tol=1e-6, abs_tol=1e-15):
                 evidence = f"step {step} used learning rate {used:g}, asked for {asked:g}"
                 return failure("setting_not_used", step, evidence)
-        asked_sequences = self.step * self._recipe.batch_size * self._recipe.gradient_accumulation
-        if self._sequences_done != asked_sequences:
-            evidence = f"{self._sequences_done} sequences were trained on, asked for {asked_sequences}"
+        if self._sequences_done != self._sequences_asked:
+            evidence = f"{self._sequences_done} sequences were trained on, asked for {self._sequences_asked}"
             return failure("setting_not_used", self.step, evidence)
-        different = settings_not_used(self._trainer, self._recipe, self._reads)
+        different = settings_not_used(self._trainer, self._live.now, self._live.spec.reads)
         return failure("setting_not_used", self.step, "; ".join(different)) if different else None
-
-    def _scale_learning_rate(self, factor: float) -> None:
-        self._rate_factor *= factor
-        scheduler, optimizer = self._trainer.lr_scheduler, self._trainer.optimizer
-        if scheduler is None or not self._worker.started:
-            # nothing is built before the first step: the peak itself moves
-            self._trainer.args.learning_rate *= factor
-            return
-        base = getattr(scheduler, "scheduler", scheduler)  # accelerate wraps it
-        base.base_lrs = [rate * factor for rate in base.base_lrs]
-        for group in getattr(optimizer, "optimizer", optimizer).param_groups:
-            group["lr"] = group["lr"] * factor
 
     def _fail(self, fault: Failure) -> None:
         self._failure, self._ended = fault, "failed"
@@ -330,7 +368,7 @@ class TrlSession:
         response = self._rescue.respond(fault, self._recipe.steps - self.step, unwound=False)
         if response == "retry":
             self._rescue.restart(self._trainer)
-            self._scale_learning_rate(RETRY_FACTOR)
+            scale_learning_rate(self._live, RETRY_FACTOR)
         elif response == "rollback":
             self._ended = "rolled_back"
         else:
@@ -428,6 +466,7 @@ class TrlSession:
             rescued=tuple(self._rescue.rescued) if self._failure is None else (),
             rolled_back_to=self._rescue.rolled_back_to if self._failure is None else None,
             curves=tuple(self._curves),
+            adjustments=tuple(self._executor.applied),
             flags=(*self._flags, *self._rescue.told(self._failure is not None), *self._meter.flags),
             wall_seconds=self._wall_seconds,
             peak_memory_bytes=self._peak_memory,

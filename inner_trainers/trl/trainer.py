@@ -190,7 +190,11 @@ class TrlTrainer:
         meter = Meter()
         tokens = spec.step_tokens(recipe, resident.rows.lengths(spec, recipe))
         bound = self._cost(resident, recipe, tokens)
-        later = StepTokens(trained=tokens.trained) if spec.samples_first else tokens
+
+        def later_bound(now: Recipe) -> Cost:
+            later = spec.step_tokens(now, resident.rows.lengths(spec, now))
+            return self._cost(resident, now, StepTokens(trained=later.trained) if spec.samples_first else later)
+
         module = importlib.import_module(f".{spec.module}", __package__)
 
         def build() -> Any:
@@ -225,13 +229,13 @@ class TrlTrainer:
             seed=seed,
             round_id=round_id(task, start, recipe, seed, spec.ignored),
             flops=lambda meter: self._flops(resident, recipe, _metered_tokens(meter)),
-            step_bound=bound,
-            later_bound=self._cost(resident, recipe, later),
+            first_bound=bound,
+            step_bound=later_bound,
             limit=limit,
             watch=FaultWatch(resident.model.template.config.vocab_size, spec.on_policy, self.fault_policy),
             torch_threads=self._torch_threads,
             device=device,
-            reads=spec.reads,
+            spec=spec,
             flags=drawn.flags,
             rows_without_supervision=drawn.unsupervised,
         )

@@ -1,0 +1,72 @@
+"""Applies adjustments to a live round: which kind is carried out by what, and what each has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from ..adjustments import Adjustment
+from . import adjust_optimizer
+from .live import Handler, LiveRound
+
+HANDLERS: Mapping[str, Handler] = MappingProxyType({**adjust_optimizer.HANDLERS})
+"""Kind of adjustment -> what carries it out; ``"none"`` and ``"stop"`` are the session's own."""
+
+_SHOWN = ("beta", "entropy_coef", "gamma", "kl_coef", "num_generations", "temperature")
+
+
+class Executor:
+    """Carries out the adjustments of one round, and remembers them.
+
+    Args:
+        live: the round.
+
+    Attributes:
+        applied: (steps done then, adjustment), in order, without those that change nothing.
+    """
+
+    def __init__(self, live: LiveRound) -> None:
+        self._live = live
+        self.applied: list[tuple[int, Adjustment]] = []
+
+    def refusal(self, adjustment: Adjustment) -> str | None:
+        """Return why the adjustment cannot be applied now; None when it can."""
+        if adjustment.kind == "none":
+            return None
+        handler = HANDLERS.get(adjustment.kind)
+        return f"{adjustment.kind} is not there yet" if handler is None else handler.refusal(self._live, adjustment)
+
+    def apply(self, adjustment: Adjustment) -> None:
+        """Change the round from the next step on; the adjustment must not be refused."""
+        if adjustment.kind != "none":
+            HANDLERS[adjustment.kind].apply(self._live, adjustment)
+        self.note(adjustment)
+
+    def settings(self) -> dict[str, float]:
+        """Return the settings in force for the next step; see `TrainingSession.settings`."""
+        live, now = self._live, self._live.now
+        optional = [name for name in _SHOWN if name in live.spec.reads]
+        return {
+            "learning_rate": live.rates.at(live.step + 1),
+            "learning_rate_factor": live.rates.factor,
+            "batch_size": float(now.batch_size),
+            "max_grad_norm": now.max_grad_norm,
+            **{name: float(getattr(now, name)) for name in optional},
+            **{f"mix.{name}": weight for name, weight in now.mix.items()},
+        }
+
+    def note(self, adjustment: Adjustment) -> None:
+        """Remember an adjustment; one that changes nothing is left out."""
+        if adjustment.kind != "none":
+            self.applied.append((self._live.step, adjustment))
+
+    def history(self) -> list[str]:
+        """Return what made the weights others than those of the unadjusted round, for `checkpoint_id`.
+
+        Learning rates are left out, which `checkpoint_id` sees step by step, and what no step has met.
+        """
+        return [
+            f"{adjustment} after {step}"
+            for step, adjustment in self.applied
+            if adjustment.changes_weights and adjustment.kind not in ("lr_scale", "stop") and step < self._live.step
+        ]

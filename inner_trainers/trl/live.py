@@ -1,0 +1,58 @@
+"""What adjustments can reach of a running round, and the shape of what carries them out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from ..adjustments import Adjustment
+from ..base import Cost
+from ..rates import LearningRates
+from ..recipe import Recipe
+from .algorithms import AlgorithmSpec
+from .metering import Meter
+from .rescue import Rescue
+
+
+@dataclass
+class LiveRound:
+    """A running round while its worker is parked.
+
+    Attributes:
+        spec: its algorithm.
+        asked: the recipe it began with.
+        now: the recipe whose settings are in force for the next step.
+        rates: the learning rate of each step.
+        rescue: keeps the last good weights.
+        meter: what the trainer counts.
+        step_bound: returns the most that one step of a recipe can cost.
+        trainer: the TRL trainer; None until it is built, and after the round.
+        started: whether the worker was started: before that the trainer has neither optimiser nor schedule.
+        step: optimiser steps done.
+    """
+
+    spec: AlgorithmSpec
+    asked: Recipe
+    now: Recipe
+    rates: LearningRates
+    rescue: Rescue
+    meter: Meter
+    step_bound: Callable[[Recipe], Cost]
+    trainer: Any = None
+    started: bool = False
+    step: int = 0
+
+    def change(self, **settings: Any) -> None:
+        """Put settings in force."""
+        self.now = replace(self.now, **settings)
+
+
+class Handler(Protocol):
+    """Carries out one kind of adjustment."""
+
+    def refusal(self, live: LiveRound, adjustment: Adjustment) -> str | None:
+        """Return why it cannot be applied now, as a sentence without the adjustment's name; None when it can."""
+
+    def apply(self, live: LiveRound, adjustment: Adjustment) -> None:
+        """Change the round from the next step on; called only when there is no refusal."""
