@@ -342,7 +342,7 @@ class TrainingSession(Protocol):
         """Settings in force for the next step, by the names of recipe fields; ``mix.NAME`` for a source's weight.
 
         ``learning_rate`` is the rate the next step will use; ``learning_rate_factor`` what adjustments have made of
-        the schedule's.
+        the schedule's; ``lora_frozen``, of rounds with adapters, 1 while only their up-projections train, else 0.
         """
 
     def advance(self, steps: int | None = None) -> Mapping[str, float]:
@@ -422,3 +422,23 @@ class InnerTrainer(Protocol):
 
     def evaluate(self, task: InnerTask, checkpoint: Checkpoint, split: str) -> tuple[Scorecard, Cost]:
         """Score a checkpoint on one split; deterministic."""
+
+
+@runtime_checkable
+class QuickEvaluator(Protocol):
+    """An inner trainer that can also score a round while it is parked, for rewards that are shaped."""
+
+    def quick_cost_bound(self, task: InnerTask, items: int) -> Cost:
+        """Return the most one quick evaluation on ``items`` validation items can cost (device-seconds zero)."""
+
+    def quick_score(self, task: InnerTask, session: TrainingSession, items: int) -> tuple[float, Cost]:
+        """Score the weights that a parked session has now; changes nothing about the round, deterministic.
+
+        Args:
+            task: what it trains on.
+            session: a session of this trainer's that is not done.
+            items: validation items at most, at least one of each dimension.
+
+        Returns:
+            The weighted score in [0, 1], and what it cost.
+        """

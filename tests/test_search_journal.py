@@ -237,7 +237,7 @@ def test_only_checkpoints_that_can_be_started_from_keep_their_weights(tmp_path: 
         if reuse:  # an equal round makes any finished one the latest again
             startable |= {o.report.checkpoint for o in env.search.outcomes if o.report.checkpoint is not None}
         assert {path.stem.split("-")[0] for path in tmp_path.glob("checkpoints-0/*")} == startable - {"base"}
-        assert set(env.search._kept) == startable | {"base"}
+        assert set(env.search.records.kept) == startable | {"base"}
     assert (len(startable) == 9) == reuse
 
 

@@ -421,7 +421,7 @@ def test_weights_of_a_round_that_its_budget_cut_are_made_again(folder: Path) -> 
     assert outcome.report.ended == "budget" and any("the limit of the round paid" in f for f in outcome.report.flags)
     made = env.search.weights_of("latest")
     before = {name: value.clone() for name, value in made.weights.items()}
-    del env.search._kept[made.id]
+    del env.search.records.kept[made.id]
     assert equal(env.search.weights_of("latest").weights, before)
 
 
