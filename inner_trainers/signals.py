@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+import numpy as np
+from numpy.typing import NDArray
+
 WINDOW = 200
 """Optimiser steps over which a signal's mean and spread are taken."""
 
@@ -81,6 +84,8 @@ SIGNALS: Mapping[str, SignalKind] = MappingProxyType(
 )
 """Signals by name, in the order of vectors."""
 
+_OBSERVED = np.array([not kind.clocked for kind in SIGNALS.values()])
+
 
 @dataclass(frozen=True)
 class Signals:
@@ -98,3 +103,16 @@ class Signals:
     values: Mapping[str, float | None] = field(default_factory=lambda: dict.fromkeys(SIGNALS))
     z: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(SIGNALS, 0.0))
     broken: tuple[str, ...] = ()
+
+    def vector(self) -> NDArray[np.float32]:
+        """Return z-scores over `Z_LIMIT` in the order of `SIGNALS`: (len(SIGNALS),) float32 in [-1, 1].
+
+        For observations, so signals that a clock decides are left out: they are 0, as absent ones.
+        """
+        scores = np.array([self.z[name] for name in SIGNALS], np.float32)
+        return np.where(_OBSERVED, scores / np.float32(Z_LIMIT), np.float32(0.0))
+
+    def presence(self) -> NDArray[np.float32]:
+        """Return 1 where `vector` holds a measured signal, else 0: (len(SIGNALS),) float32."""
+        there = np.array([self.values[name] is not None for name in SIGNALS], np.float32)
+        return there * _OBSERVED.astype(np.float32)
