@@ -202,6 +202,15 @@ class Recipe:
         return hash(self._hash)
 
 
+def number_range(name: str) -> tuple[float, float, bool]:
+    """Return the smallest and the largest value of a field that holds a real number, and whether the former is out.
+
+    Raises:
+        KeyError: no such field.
+    """
+    return _NUMBERS[name]
+
+
 def _digest(data: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
