@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ..adjustments import Adjustment
@@ -30,6 +30,8 @@ class LiveRound:
         trainer: the TRL trainer; None until it is built, and after the round.
         started: whether the worker was started: before that the trainer has neither optimiser nor schedule.
         step: optimiser steps done.
+        frozen: what takes the gradient of each frozen tensor away; empty when all that can train do.
+        unchecked: whether a setting has changed since what the trainer holds was compared with ``now``.
     """
 
     spec: AlgorithmSpec
@@ -42,10 +44,13 @@ class LiveRound:
     trainer: Any = None
     started: bool = False
     step: int = 0
+    frozen: list[Any] = field(default_factory=list)
+    unchecked: bool = False
 
     def change(self, **settings: Any) -> None:
         """Put settings in force."""
         self.now = replace(self.now, **settings)
+        self.unchecked = True
 
 
 class Handler(Protocol):
@@ -54,5 +59,9 @@ class Handler(Protocol):
     def refusal(self, live: LiveRound, adjustment: Adjustment) -> str | None:
         """Return why it cannot be applied now, as a sentence without the adjustment's name; None when it can."""
 
-    def apply(self, live: LiveRound, adjustment: Adjustment) -> None:
-        """Change the round from the next step on; called only when there is no refusal."""
+    def apply(self, live: LiveRound, adjustment: Adjustment) -> str | None:
+        """Change the round from the next step on; called only when there is no refusal.
+
+        Returns:
+            What decides the weights and is not in the adjustment itself, for the checkpoint's id; None for nothing.
+        """

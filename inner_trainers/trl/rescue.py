@@ -13,7 +13,7 @@ from .snapshots import Snapshots, clear_optimizer
 
 
 class Rescue:
-    """The responses of one round; `FaultPolicy` describes them.
+    """The responses of one round, which `FaultPolicy` describes, and the weights that adjustments keep and put back.
 
     Args:
         policy: which response fits which fault.
@@ -23,26 +23,49 @@ class Rescue:
         rescued: faults after which the round went on or ended with earlier weights.
         history: what was done about each, for `checkpoint_id`.
         rolled_back_to: steps that the weights have had with which the round ends; None when those are its last.
+        settled: optimiser steps that were done when an adjustment last kept weights or put some back; None for never.
     """
 
     def __init__(self, policy: FaultPolicy, start: Mapping[str, torch.Tensor]) -> None:
         self._policy = policy
-        self._snapshots = Snapshots(start) if policy.keeps_weights else None
+        self._snapshots = Snapshots(start)
         self._retries = 0
         self.rescued: list[Failure] = []
         self.history: list[str] = []
         self._flags: list[str] = []
         self.rolled_back_to: int | None = None
+        self.settled: int | None = None
 
     def before_update(self, step: int, trainer: Any) -> None:
         """Keep the weights that optimiser step ``step`` (from 1) is about to change."""
-        if self._snapshots is not None:
+        if step == 1:
+            self._snapshots.begin(trainer)
+        if self._policy.keeps_weights:
             self._snapshots.take(step - 1, trainer)
 
     def step_was_fine(self) -> None:
         """Call the weights good that the step's loss was computed from."""
-        if self._snapshots is not None:
-            self._snapshots.confirm()
+        self._snapshots.confirm()
+
+    def keep(self, step: int, trainer: Any) -> bool:
+        """Keep the weights after ``step`` steps until others are asked to be kept; return whether they are finite.
+
+        They are what `roll_back` goes to as soon as the next step was fine; those that are not finite are not kept.
+        """
+        kept = self._snapshots.keep(step, trainer)
+        if kept:
+            self.settled = step
+        return kept
+
+    def roll_back(self, step: int, trainer: Any) -> int:
+        """Put good weights back and let the optimiser begin anew; return after how many steps they were the round's.
+
+        The first there are: those that were asked to be kept, those the fault policy keeps, those of the start.
+        """
+        restored = self._snapshots.restore(trainer, self._snapshots.last_good)
+        clear_optimizer(trainer)
+        self.settled = step
+        return restored
 
     def respond(self, fault: Failure, steps_left: int, unwound: bool) -> str:
         """Return ``"stop"``, ``"rollback"`` or ``"retry"``, and note the latter two.
@@ -52,8 +75,9 @@ class Rescue:
             steps_left: optimiser steps that are left to do.
             unwound: whether training has ended, so that it cannot go on.
         """
+        self._snapshots.drop_unconfirmed()
         response = self._policy.response(fault.kind, self._retries, unwound or steps_left <= 0)
-        good = None if self._snapshots is None else self._snapshots.good
+        good = self._snapshots.good
         if good is None or (response == "rollback" and good.step == 0):
             return "stop"
         if response == "stop":
@@ -75,7 +99,6 @@ class Rescue:
 
     def restore(self, trainer: Any) -> None:
         """Put the last good weights back into the model."""
-        assert self._snapshots is not None  # `respond` answers "stop" without
         self._snapshots.restore(trainer)
 
     def restart(self, trainer: Any) -> None:

@@ -68,6 +68,7 @@ class TrlSession:
         self._flags, self._rows_without_supervision = list(flags), rows_without_supervision
         self._quota = 0
         self._failure: Failure | None = None
+        self._not_used: Failure | None = None
         self._ended: str | None = None
         self._curves: list[dict[str, float]] = []
         self._rates_used: list[float] = []
@@ -163,6 +164,8 @@ class TrlSession:
         """Return why the adjustment cannot be applied now, as a sentence; None when it can."""
         if self.done:
             return f"the round has ended ({self._ended}) at step {self.step}"
+        if self._worker.running:
+            return f"step {self.step + 1} was interrupted and is still running; call advance to let it finish"
         return None if adjustment.kind == "stop" else self._executor.refusal(adjustment)
 
     def apply(self, adjustment: Adjustment) -> None:
@@ -341,8 +344,22 @@ class TrlSession:
         self._rates_asked.append(self._live.rates.at(len(self._rates_used)))
         self._rate_factors.append(self._live.rates.factor)
 
+    def _check_adjusted(self) -> None:
+        """Compare the settings that were adjusted since the last step with what the trainer holds. On the worker.
+
+        At the end of the round it would be too late: a later adjustment may have hidden that one never arrived.
+        """
+        if not self._live.unchecked:
+            return
+        self._live.unchecked = False
+        different = settings_not_used(self._trainer, self._live.now, self._live.spec.reads)
+        if different and self._not_used is None:
+            self._not_used = failure("setting_not_used", len(self._rates_used), "; ".join(different))
+
     def _setting_not_used(self) -> Failure | None:
-        """Return a failure when a step used another learning rate or batch than it was asked to."""
+        """Return a failure when a step used another learning rate, batch or setting than it was asked to."""
+        if self._not_used is not None:
+            return self._not_used
         for step, (used, asked) in enumerate(zip(self._rates_used, self._rates_asked, strict=True), start=1):
             if not math.isclose(used, asked, rel_tol=1e-6, abs_tol=1e-15):
                 evidence = f"step {step} used learning rate {used:g}, asked for {asked:g}"
@@ -378,6 +395,7 @@ class TrlSession:
     def _before_update(self, rate: float) -> None:
         """Note the rate of the step that is about to be taken, and the weights it starts from. Called on the worker."""
         self._note_rate(rate)
+        self._check_adjusted()
         self._note_memory()
         self._rescue.before_update(len(self._rates_used), self._trainer)
 
