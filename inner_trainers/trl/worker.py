@@ -82,6 +82,10 @@ class Worker:
             seconds: how long it may run before it is interrupted; None for ever.
             grace_seconds: how long it may then take to unwind before it is given up.
         """
+        if self.running:  # interrupted twice in one step: it ends that step before it is given another
+            self._wait_until_parked()
+            if self.ended:
+                return True
         with self.own_random_state():
             self.parked.clear()
             self.running = True
@@ -110,15 +114,18 @@ class Worker:
             self._let_go()
             return
         if self.running:  # the caller was interrupted while the worker ran
-            self._hurry()
-            with caller_random_state_kept():
-                self.parked.wait()
-            self.running = False
+            self._wait_until_parked()
         self._closing = True
         self._resume.release()
         self._thread.join()
         self.error = None
         self._let_go()
+
+    def _wait_until_parked(self) -> None:
+        self._hurry()
+        with caller_random_state_kept():
+            self.parked.wait()
+        self.running = False
 
     def _let_go(self) -> None:
         """Forget who is worked for, which holds the round's weights: else they wait for the cycle collector."""
