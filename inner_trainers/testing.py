@@ -6,19 +6,16 @@ Nothing here trains a useful model. `ScriptedTrainer` is no training at all and 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .adjustments import Adjustment
-from .base import Checkpoint, Cost, DimensionScore, Failure, Limit, RoundReport, Scorecard, checkpoint_id, round_id
-from .fault_kinds import failure
+from .base import Checkpoint, Cost, DimensionScore, Limit, Scorecard, TrainingSession
 from .messages import did_you_mean
 from .recipe import Recipe
-from .signals import Signals
+from .scripted_session import ScriptedSession
 from .tasks.base import Benchmark, InnerTask, Item, Source, TaskFamily
 
 TINY_CHARACTERS = "abcdefgh=0123456789>"
@@ -256,6 +253,16 @@ class ScriptedTrainer:
         number, self.launched = self.launched, self.launched + 1
         return ScriptedSession(self, task, recipe, start, seed, limit, self.faults.get(number))
 
+    def quick_cost_bound(self, task: InnerTask, items: int) -> Cost:
+        """Return 15 generated tokens per item, of which there are two."""
+        tokens = 15 * min(items, 2)
+        return Cost(generated_tokens=tokens, flops=2.0 * self.parameters_count * tokens)
+
+    def quick_score(self, task: InnerTask, session: TrainingSession, items: int) -> tuple[float, Cost]:
+        """Return the mean of the two scores a round has reached, without the noise of its end."""
+        assert isinstance(session, ScriptedSession)  # the sessions of this trainer
+        return float(np.mean(session.scores_now())), self.quick_cost_bound(task, items)
+
     def evaluate(self, task: InnerTask, checkpoint: Checkpoint, split: str) -> tuple[Scorecard, Cost]:
         """Return the checkpoint's two scores."""
         scores = checkpoint.weights["scores"] - (0.01 if split == "test" else 0.0)
@@ -267,163 +274,12 @@ class ScriptedTrainer:
         return Scorecard(split, entries, mean, 0.014, 2, 2, 2), self.evaluation_cost_bound(task, split)
 
 
-class ScriptedSession:
-    """A scripted round; satisfies `TrainingSession`."""
-
-    def __init__(
-        self,
-        trainer: ScriptedTrainer,
-        task: InnerTask,
-        recipe: Recipe,
-        start: Checkpoint,
-        seed: int,
-        limit: Limit | None,
-        fault: Any,
-    ) -> None:
-        self._trainer, self._task, self._recipe, self._start, self._seed = trainer, task, recipe, start, seed
-        self._fault = fault
-        self._curves: list[dict[str, float]] = []
-        self._ended: str | None = None
-        self._failure: Failure | None = None
-        self._factor = 1.0
-        self._factors: list[float] = []
-        self._applied: list[tuple[int, Adjustment]] = []
-        self._flags = ["scripted: nothing was trained"]
-        self._bound = trainer.step_cost_bound(task, recipe)
-        self._steps_paid = math.inf
-        if limit is not None and self._bound.in_unit(limit.unit) > 0:
-            self._steps_paid = limit.amount // self._bound.in_unit(limit.unit)
-        self._check_limit()
-
-    @property
-    def step(self) -> int:
-        """Steps done."""
-        return len(self._curves)
-
-    @property
-    def done(self) -> bool:
-        """Whether no further step will be taken."""
-        return self._ended is not None
-
-    def advance(self, steps: int | None = None) -> Mapping[str, float]:
-        """Take scripted steps."""
-        from .faults import FaultWatch, failure_from_exception
-
-        watch = FaultWatch(vocabulary_size=20, on_policy=False)
-        for _ in range(self._recipe.steps if steps is None else steps):
-            if self.done:
-                break
-            if isinstance(self._fault, BaseException):
-                self._failure, self._ended = failure_from_exception(self._fault, self.step + 1), "failed"
-                break
-            if self._trainer.step_seconds > 0:
-                time.sleep(self._trainer.step_seconds)
-            scripted = self._fault or []
-            loss = float(scripted[self.step]) if self.step < len(scripted) else 1.0 / (self.step + 1)
-            self._curves.append(
-                {
-                    "step": self.step + 1.0,
-                    "loss": loss,
-                    "grad_norm": 1.0,
-                    "learning_rate": self._recipe.learning_rate * self._factor,
-                }
-            )
-            self._factors.append(self._factor)
-            fault = watch.observe(self.step, loss, 1.0)
-            if fault is not None:
-                self._failure, self._ended = fault, "failed"
-            elif self.step >= self._recipe.steps:
-                self._ended = "finished"
-            else:
-                self._check_limit()
-        return self._curves[-1] if self._curves else {}
-
-    def _check_limit(self) -> None:
-        if self.step + 1 > self._steps_paid:
-            self._ended = "budget"
-
-    @property
-    def cost(self) -> Cost:
-        """The cost of the steps so far."""
-        return self._bound.times(self.step)
-
-    @property
-    def signals(self) -> Signals:
-        """What the last step showed."""
-        return Signals()
-
-    @property
-    def settings(self) -> Mapping[str, float]:
-        """Learning rate, its factor and the mix."""
-        return {
-            "learning_rate": self._recipe.learning_rate * self._factor,
-            "learning_rate_factor": self._factor,
-            **{f"mix.{name}": weight for name, weight in self._recipe.mix.items()},
-        }
-
-    def refusal(self, adjustment: Adjustment) -> str | None:
-        """Return why the adjustment cannot be applied now; None when it can."""
-        if self.done:
-            return f"the round has ended ({self._ended}) at step {self.step}"
-        if adjustment.kind not in ("none", "stop", "lr_scale"):
-            return "a scripted round changes its learning rate alone"
-        return None
-
-    def apply(self, adjustment: Adjustment) -> None:
-        """Apply ``lr_scale`` or ``stop``."""
-        reason = self.refusal(adjustment)
-        if reason is not None:
-            raise ValueError(f"adjustment {adjustment.kind!r}: {reason}.")
-        if adjustment.kind == "stop":
-            self._ended = "stopped"
-        elif adjustment.kind == "lr_scale":
-            self._factor *= adjustment.number
-        if adjustment.kind != "none":
-            self._applied.append((self.step, adjustment))
-
-    def flag(self, sentence: str) -> None:
-        """Add a sentence to the report's flags."""
-        self._flags.append(sentence)
-
-    def result(self) -> tuple[RoundReport, Checkpoint | None]:
-        """Return the report and the moved scores."""
-        ended = self._ended or "stopped"
-        if self.step == 0 and self._failure is None:
-            self._failure, ended = failure("budget_too_small", 0, "no optimiser step was taken"), "failed"
-        checkpoint = None
-        if self._failure is None:
-            ignored = self._trainer.ignored_settings(self._recipe.algorithm)
-            whole = round_id(self._task, self._start, self._recipe, self._seed, ignored)
-            made = checkpoint_id(whole, self._recipe.steps, self._factors)
-            checkpoint = Checkpoint(made, {"scores": self._moved()}, self._start.depth + 1)
-        return (
-            RoundReport(
-                recipe=self._recipe,
-                start=self._start.id,
-                seed=self._seed,
-                checkpoint=None if checkpoint is None else checkpoint.id,
-                steps=self.step,
-                ended=ended,
-                supervised_tokens=self.step * self._recipe.batch_size,
-                training_cost=self._bound.times(self.step),
-                failure=self._failure,
-                curves=tuple(self._curves),
-                adjustments=tuple(self._applied),
-                flags=tuple(self._flags),
-            ),
-            checkpoint,
-        )
-
-    def close(self) -> None:
-        """End the round."""
-        self._ended = self._ended or "stopped"
-
-    def _moved(self) -> Any:
-        rate = math.log10(self._recipe.learning_rate * self._factor)
-        speed = math.exp(-((rate + 3) ** 2)) * min(1.0, self.step / 40)
-        if self._recipe.learning_rate * self._factor > 3e-3:
-            speed = -0.5
-        target = np.array([self._recipe.mix.get("left", 0.0), self._recipe.mix.get("right", 0.0)]) * 0.9
-        scores = self._start.weights["scores"]
-        noise = np.random.default_rng(self._seed).normal(0, 0.005, 2)
-        return np.clip(scores + speed * np.maximum(target - scores, -0.2) + noise, 0.0, 1.0)
+__all__ = [
+    "TINY_CHARACTERS",
+    "ScriptedFamily",
+    "ScriptedSession",
+    "ScriptedTask",
+    "ScriptedTrainer",
+    "TinyTask",
+    "write_tiny_checkpoint",
+]
