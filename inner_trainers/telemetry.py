@@ -118,6 +118,7 @@ class EnergyMeter:
         utilisation: mean share of the time that the card was busy, in [0, 1], or `UNAVAILABLE`.
         identity: the card's name, UUID, how it was chosen, and the driver; empty without a card.
         reasons: figure -> why it is unavailable; ``"card"`` when there is no card at all.
+        utilisation_now: the load when the card was last looked at, in [0, 1]; None while there is none.
     """
 
     def __init__(self, device: object = "cuda:0", clock: Callable[[], float] = time.monotonic) -> None:
@@ -125,6 +126,7 @@ class EnergyMeter:
         self.utilisation: float | str = UNAVAILABLE
         self.identity: dict[str, Any] = {}
         self.reasons: dict[str, str] = {}
+        self.utilisation_now: float | None = None
         self._device, self._clock = device, clock
         self._begun, self._ending = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -182,10 +184,10 @@ class EnergyMeter:
             self._begun.set()
 
     def _sample(self, stretch: _Stretch) -> None:
-        stretch.look()
+        self.utilisation_now = stretch.look()
         self._begun.set()
         while not self._ending.wait(SAMPLE_SECONDS):
-            stretch.look()
+            self.utilisation_now = stretch.look()
         stretch.look()
         self.joules, self.utilisation = stretch.joules(), stretch.utilisation()
 
@@ -204,8 +206,8 @@ class _Stretch:
         except Exception:
             self._counts = False
 
-    def look(self) -> None:
-        """Read everything that is still to be had."""
+    def look(self) -> float | None:
+        """Read everything that is still to be had; return the load, None when it is not."""
         if "energy_joules" not in self._reasons:
             try:
                 if self._counts:
@@ -219,6 +221,7 @@ class _Stretch:
                 self._load.append(_utilisation(self._nvml, self._handle))
             except Exception as error:
                 self._reasons["utilisation"] = _in_words(error)
+        return None if "utilisation" in self._reasons else self._load[-1]
 
     def joules(self) -> float | str:
         if "energy_joules" in self._reasons:
@@ -253,6 +256,11 @@ class RoundTelemetry:
         self._device = str(device)
         self._meter = EnergyMeter(device)
         self._facts: dict[str, Any] | None = None
+
+    @property
+    def utilisation_now(self) -> float | None:
+        """The card's load when a thread of its own last looked, in [0, 1]; None without one. Never waits."""
+        return self._meter.utilisation_now
 
     def start(self) -> None:
         """Begin to measure; on CUDA, torch's peak memory begins anew."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from functools import cache
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -20,6 +22,38 @@ def memory_in_use(device: torch.device) -> int | None:
             return int(file.read().split()[1]) * _PAGE
     except (OSError, ValueError, IndexError):  # no Linux
         return None
+
+
+@cache
+def memory_total(device: torch.device) -> int | None:
+    """Return the bytes there are for `memory_in_use` to grow to; None when unknown.
+
+    Those of the CUDA device; else those of the machine, or what its control groups leave a container.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        machine = os.sysconf("SC_PHYS_PAGES") * _PAGE
+        groups = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError, AttributeError):  # no Linux
+        return None
+    return min([machine, *_group_limits(groups)])
+
+
+def _group_limits(groups: list[str], root: Path = Path("/sys/fs/cgroup")) -> list[int]:
+    """Return the memory limits of this process's control groups, of either version, and of those they are in."""
+    limits = []
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, file = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        for folder in (PurePosixPath(path), *PurePosixPath(path).parents):
+            try:
+                limits.append(int((top / str(folder).lstrip("/") / file).read_text(encoding="ascii")))
+            except (OSError, ValueError):  # not shown in here, or "max"
+                continue
+    return limits
 
 
 def peak_memory(device: torch.device) -> int | None:

@@ -15,7 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 from .context import RoundContext
 from .gae import clipped_value_losses, explained_variance, generalised_advantages, token_rewards, whitened
 from .models import hold_to_device, training_arguments
-from .on_policy import MeteredRollouts, policy_mask, prompt_dataset, reward_function
+from .on_policy import MeteredRollouts, follow_prompts, policy_mask, prompt_dataset, reward_function
 from .value import ValueHead, ValueModel, chosen_in, hidden_states_noted, trunk_of
 
 
@@ -196,9 +196,13 @@ class PPOTrainer(MeteredRollouts, GRPOTrainer):  # type: ignore[misc]
                 optimizer.add_param_group({"params": parameters, "weight_decay": weight_decay})
         return optimizer
 
-    def _clip_grad_norm(self, model: Any) -> Any:
+    def _clipped_parameters(self, model: Any) -> list[tuple[str, torch.nn.Parameter]]:
+        critic = [] if self.critic is None else self.critic.named_parameters()
+        return [*super()._clipped_parameters(model), *((f"critic.{name}", tensor) for name, tensor in critic)]
+
+    def _clipped_by_library(self, model: Any) -> Any:
         if self.critic is None:
-            return super()._clip_grad_norm(model)
+            return super()._clipped_by_library(model)
         both = [*model.parameters(), *self.critic.parameters()]
         return self.accelerator.clip_grad_norm_(both, self.args.max_grad_norm)
 
@@ -240,6 +244,7 @@ def build_trainer(context: RoundContext) -> PPOTrainer:
     trainer.vf_coef, trainer.clip_range_vf = recipe.vf_coef, recipe.clip_range_vf
     trainer.converse(context.chat)
     trainer.meter = context.meter
+    follow_prompts(trainer, context)
     return trainer
 
 

@@ -18,6 +18,7 @@ from ..fault_kinds import failure
 from ..fault_policy import RETRY_FACTOR
 from ..faults import FaultWatch, MemoryLimitError, failure_from_exception
 from ..messages import require_integer
+from ..monitor import Monitor
 from ..rates import LearningRates
 from ..recipe import Recipe
 from ..signals import Signals
@@ -27,6 +28,7 @@ from .adjust_optimizer import scale_learning_rate
 from .algorithms import AlgorithmSpec
 from .curves import completion_flags, curve_values
 from .executor import Executor
+from .hardware import HardwareWatch
 from .live import LiveRound
 from .memory import forget_peak, peak_memory, take_apart
 from .metering import Meter
@@ -61,7 +63,7 @@ class TrlSession:
     ) -> None:
         self._recipe, self._start, self._seed, self._round_id = recipe, start, seed, round_id
         self._flops, self._limit, self._watch = flops, limit, watch
-        self._first_bound, self._bound = first_bound, step_bound(recipe)
+        self._first_bound, self._bound, self._bounded = first_bound, step_bound(recipe), recipe
         self._device = device
         self._policy = watch.policy
         self._rescue = Rescue(self._policy, start.weights)
@@ -77,6 +79,7 @@ class TrlSession:
         self._sequences_asked = 0
         self._sequences_done = 0  # not those of a step that an exception ended
         self._slowest_step = self._step_began = 0.0
+        self._memory_used: int | None = None
         self._peak_memory: int | None = None
         self._wall_seconds = 0.0
         self._result: tuple[RoundReport, Checkpoint | None] | None = None
@@ -93,6 +96,8 @@ class TrlSession:
         self._executor = Executor(self._live)
         self._worker = Worker(self._train, self._hurry, torch_threads)
         self._telemetry = RoundTelemetry(device)
+        self._monitor = Monitor(sorted(recipe.mix), on_policy=spec.on_policy)
+        self._hardware = HardwareWatch(device, self._telemetry)
         forget_peak(device)
         began = time.perf_counter()
         if self._would_pass_limit():
@@ -103,6 +108,8 @@ class TrlSession:
                 self._trainer = build()
                 self._trainer.remove_callback(PrinterCallback)
                 self._trainer.add_callback(_ParkingCallback(self))
+                if getattr(self._trainer, "live_rows", None) is not None:
+                    self._trainer.live_rows.begin(self._live, self._policy.max_memory_bytes, device)
             except Exception as error:
                 self._fail(failure_from_exception(error, 0))
         self._wall_seconds += time.perf_counter() - began
@@ -142,7 +149,12 @@ class TrlSession:
     @property
     def signals(self) -> Signals:
         """What the last optimiser step showed; all absent before the first."""
-        return Signals()
+        return self._monitor.signals
+
+    @property
+    def own_seconds(self) -> Mapping[str, float]:
+        """What of the last step was spent on ``"gradients"`` beyond clipping them, and on the ``"monitor"``."""
+        return dict(self._meter.own_seconds)
 
     @property
     def settings(self) -> Mapping[str, float]:
@@ -181,10 +193,7 @@ class TrlSession:
             self._ended = "stopped"
             self._executor.note(adjustment)
             return
-        before = self._live.now
         self._executor.apply(adjustment)
-        if self._live.now is not before:
-            self._bound = self._live.step_bound(self._live.now)
 
     def flag(self, sentence: str) -> None:
         """Add a sentence to the flags of the round's report; one that is there already is not repeated."""
@@ -232,8 +241,8 @@ class TrlSession:
 
     def _step_done(self, logs: Mapping[str, Any]) -> bool:
         """Note a finished step; return whether training should stop. Called by the callback on the worker."""
-        losses, self._meter.losses = self._meter.losses, []
-        loss = sum(losses) if losses else math.nan  # one bad pass of an accumulated step shows
+        seconds = time.perf_counter() - self._step_began
+        loss = self._meter.take_loss()
         grad_norm = logs.get("grad_norm")
         row = {"step": float(self.step + 1), "loss": loss, "learning_rate": self._rates_used[-1]}
         row.update(curve_values(logs))
@@ -243,9 +252,10 @@ class TrlSession:
         self._live.step = self.step
         self._sequences_done = self._meter.sequences
         self._sequences_asked += self._live.now.batch_size * self._live.now.gradient_accumulation
-        self._slowest_step = max(self._slowest_step, time.perf_counter() - self._step_began)
+        self._slowest_step = max(self._slowest_step, seconds)
         self._step_began = time.perf_counter()
         self._note_memory()
+        self._observe(row, seconds)
         fault = self._watch.observe(
             self.step,
             loss,
@@ -271,6 +281,14 @@ class TrlSession:
             self._worker.park()
             self._step_began = time.perf_counter()
         return False
+
+    def _observe(self, row: Mapping[str, float], seconds: float) -> None:
+        """Let the monitor see a finished step. Called on the worker."""
+        began, meter = time.perf_counter(), self._meter
+        hardware = self._hardware.read(seconds, meter.trained_tokens + meter.generated_tokens, self._memory_used)
+        self._monitor.observe(self.step, {**row, **meter.measured, **hardware})
+        meter.measured.clear()
+        meter.own_seconds["monitor"] = time.perf_counter() - began
 
     # The caller's side ------------------------------------------------------------------------------------------
 
@@ -303,6 +321,8 @@ class TrlSession:
             meter,
             losses=list(meter.losses),
             extra=dict(meter.extra),
+            measured=dict(meter.measured),
+            own_seconds=dict(meter.own_seconds),
             flags=list(meter.flags),
             history=list(meter.history),
         )
@@ -331,6 +351,8 @@ class TrlSession:
         if self._limit is None:
             return False
         unit = self._limit.unit
+        if self._live.now is not self._bounded:
+            self._bounded, self._bound = self._live.now, self._live.step_bound(self._live.now)
         bound = self._bound if self._worker.started else self._first_bound
         next_step = self._slowest_step if unit == "device_seconds" else bound.in_unit(unit)
         spent = self._wall_seconds if unit == "device_seconds" else self.cost.in_unit(unit)
@@ -409,7 +431,7 @@ class TrlSession:
         used, most = peak_memory(self._device), self._policy.max_memory_bytes
         if used is None:
             return
-        self._peak_memory = max(used, self._peak_memory or 0)
+        self._memory_used, self._peak_memory = used, max(used, self._peak_memory or 0)
         if most is not None and used > most:
             raise MemoryLimitError(f"{used} bytes of memory were in use, above {most}")
 
