@@ -177,7 +177,7 @@ class _Compiler:
         try:
             body = ast.parse(text, mode="eval").body
         except SyntaxError as error:
-            column = min(max((error.offset or 1) - 1, 0), len(text))
+            column = min(error.offset - 1, len(text)) if error.offset else len(text)  # 0 stands for the end
             raise ConditionError(text, column, self._syntax(str(error.msg), column)) from None
         except (ValueError, MemoryError, RecursionError):
             raise ConditionError(text, 0, "too deeply nested to be read; make two rules of it.") from None
