@@ -101,6 +101,19 @@ def test_mean_and_change_are_over_the_last_values_that_were_there() -> None:
     assert len(view.recent["loss"]) <= 8  # bounded, however long the round
 
 
+def test_first_is_over_the_first_values_that_were_there() -> None:
+    condition = Condition("loss > 1.5 * first(loss, 2)")
+    assert condition.needs == {"loss": 2}
+    view = View(condition.needs)
+    seen = []
+    for loss in (None, 3.0, 1.0, 3.0, 4.0):
+        seen.append(condition.check(view.look(state(loss=loss))))
+    assert seen == [None, None, False, False, True]  # the first two are 3 and 1: 1.5 times their mean is 3
+    for _ in range(1000):
+        view.look(state(loss=9.0))
+    assert view.earliest["loss"] == [3.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

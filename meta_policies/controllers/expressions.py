@@ -10,7 +10,8 @@ condition can say:
 - ``abs(x)``, ``min(x, y, ...)``, ``max(x, y, ...)``;
 - ``present(NAME)``: whether the signal (or ``setting.NAME``) is there;
 - ``mean(NAME, n)``: mean of the signal's last ``n`` values that were there, one from each look;
-- ``change(NAME, n)``: mean of the last ``n`` values less the mean of the ``n`` before them.
+- ``change(NAME, n)``: mean of the last ``n`` values less the mean of the ``n`` before them;
+- ``first(NAME, n)``: mean of the signal's first ``n`` values in the round, to hold later ones against.
 
 A condition is true, false or unknown. What is absent makes a comparison unknown; ``not`` unknown is unknown; ``and``
 and ``or`` follow Kleene (1952): false and unknown is false, true or unknown is true.
@@ -38,7 +39,7 @@ MAX_DEPTH = 32
 SETTINGS: tuple[str, ...] = ("learning_rate_factor", *(f.name for f in fields(Recipe) if f.type in ("int", "float")))
 """Names after ``setting.``; ``setting.mix.NAME`` is the weight of a source."""
 STATE_NAMES = ("step", "steps", "progress")
-FUNCTIONS = ("abs", "min", "max", "present", "mean", "change")
+FUNCTIONS = ("abs", "min", "max", "present", "mean", "change", "first")
 RESERVED: frozenset[str] = frozenset({*SIGNALS, *STATE_NAMES, *FUNCTIONS, "z", "setting", "mix"})
 """Names that a constant cannot have."""
 
@@ -89,17 +90,18 @@ class UndefinedError(ArithmeticError):
 
 
 class View:
-    """What conditions read at one look, with the recent values that `mean` and `change` need.
+    """What conditions read at one look, with the values that `mean`, `change` and `first` need.
 
     Args:
-        needs: signal -> how many recent values are kept.
+        needs: signal -> how many recent values are kept, and how many of the first.
     """
 
-    __slots__ = ("_needs", "progress", "recent", "settings", "step", "steps", "values", "z")
+    __slots__ = ("_needs", "earliest", "progress", "recent", "settings", "step", "steps", "values", "z")
 
     def __init__(self, needs: Mapping[str, int] | None = None) -> None:
         self._needs = tuple((needs or {}).items())
         self.recent: dict[str, list[float]] = {name: [] for name, _ in self._needs}
+        self.earliest: dict[str, list[float]] = {name: [] for name, _ in self._needs}
         self.values: Mapping[str, float | None] = {}
         self.z: Mapping[str, float] = {}
         self.settings: Mapping[str, float] = {}
@@ -116,6 +118,8 @@ class View:
             if value is not None and math.isfinite(value):
                 recent = self.recent[name]
                 recent.append(value)
+                if len(self.earliest[name]) < kept:
+                    self.earliest[name].append(value)
                 if len(recent) > 2 * kept:  # cut now and then: deleting from the front of a list moves the rest
                     del recent[:-kept]
         return self
@@ -318,7 +322,7 @@ class _Compiler:
         function = self._function(node)
         if function == "present":
             raise self._error(node, "present(...) is a condition, not a number.")
-        if function in ("mean", "change"):
+        if function in ("mean", "change", "first"):
             return self._over_recent(node, function)
         if function == "abs":
             (argument,) = self._arguments(node, 1, "abs(x)")
@@ -335,13 +339,13 @@ class _Compiler:
         number = self._constants.get(length.id) if isinstance(length, ast.Name) else None
         if isinstance(length, ast.Constant):
             number = self._literal(length)
-        most = WINDOW if function == "mean" else WINDOW // 2
+        most = WINDOW // 2 if function == "change" else WINDOW
         if number is None or number != int(number) or not 1 <= number <= most:
             raise self._error(length, f"{usage}: n must be a whole number in [1, {most}].")
         n = int(number)
-        kept = n if function == "mean" else 2 * n
+        kept = 2 * n if function == "change" else n
         self.needs[name] = max(kept, self.needs.get(name, 0))
-        return _mean(name, n) if function == "mean" else _change(name, n)
+        return {"mean": _mean, "change": _change, "first": _first}[function](name, n)
 
     def _function(self, node: ast.Call) -> str:
         if not isinstance(node.func, ast.Name):
@@ -471,6 +475,14 @@ def _mean(name: str, n: int) -> _Number:
     def calculate(view: View) -> float | None:
         recent = view.recent[name]
         return None if len(recent) < n else math.fsum(recent[-n:]) / n
+
+    return calculate
+
+
+def _first(name: str, n: int) -> _Number:
+    def calculate(view: View) -> float | None:
+        earliest = view.earliest[name]
+        return None if len(earliest) < n else math.fsum(earliest[:n]) / n
 
     return calculate
 
