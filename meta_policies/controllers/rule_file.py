@@ -15,7 +15,8 @@ from .expressions import Condition
 from .rules import DAMPING_WINDOW, Rule, RuleSet, adjustment_of, check_constant_name
 
 DEFAULT = "default"
-MAX_BYTES = 1_000_000
+MAX_BYTES = 200_000
+MAX_DEPTH = 16
 _SETS = "rule_sets"
 _KEYS = ("name", "constants", "damping", "log_only", "rules")
 _RULE_KEYS = tuple(f.name for f in fields(Rule))
@@ -164,12 +165,7 @@ def _constants(block: Any, top: _Block) -> dict[str, float]:
 
 def _parsed(text: str, where: str) -> _Block:
     try:
-        for token in yaml.scan(text, Loader=yaml.SafeLoader):
-            if isinstance(token, yaml.AnchorToken | yaml.AliasToken):  # a few lines of them can stand for terabytes
-                line = token.start_mark.line + 1
-                raise ValueError(
-                    f"rules {where}, line {line}: anchors and aliases (& and *) are not read; write it out."
-                )
+        _require_harmless(text, where)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -182,6 +178,30 @@ def _parsed(text: str, where: str) -> _Block:
         raise ValueError(f"rules {where}, line 1: expected keys like name and rules, got {got}.")
     block: _Block = _built(node, where)
     return block
+
+
+def _require_harmless(text: str, where: str) -> None:
+    """Refuse text whose structure takes long to read: anchors can stand for terabytes, nesting costs its square."""
+    depth = 0
+    for token in yaml.scan(text, Loader=yaml.SafeLoader):
+        if isinstance(token, _OPENS):
+            depth += 1
+        elif isinstance(token, _CLOSES):
+            depth -= 1
+        line = token.start_mark.line + 1
+        if isinstance(token, yaml.AnchorToken | yaml.AliasToken):
+            raise ValueError(f"rules {where}, line {line}: anchors and aliases (& and *) are not read; write it out.")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"rules {where}, line {line}: not readable as rules (nested more than {MAX_DEPTH} deep).")
+
+
+_OPENS = (
+    yaml.BlockSequenceStartToken,
+    yaml.BlockMappingStartToken,
+    yaml.FlowSequenceStartToken,
+    yaml.FlowMappingStartToken,
+)
+_CLOSES = (yaml.BlockEndToken, yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken)
 
 
 def _built(node: yaml.Node, where: str) -> Any:
