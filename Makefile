@@ -2,6 +2,7 @@
 PYTHON ?= python3
 TORCH ?= torch
 PYTEST_ARGS ?=
+TEST_WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,8 +20,8 @@ demo: $(STAMP) ## run the demonstration: real rounds on a small model
 test: export HF_HUB_OFFLINE = 1
 test: export HF_HUB_DISABLE_TELEMETRY = 1
 test: export OMP_NUM_THREADS = 1
-test: $(STAMP) ## run the tests that need no GPU (PYTEST_ARGS=... adds options)
-	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+test: $(STAMP) ## run the tests that need no GPU (PYTEST_ARGS=... adds options, TEST_WORKERS=... processes)
+	$(BIN)/python -m pytest -m "not gpu" -n $(TEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 lint: $(STAMP) ## check style, format, types and the import rule
 	$(BIN)/ruff check
