@@ -8,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 
 from ..inner_trainers.base import CAUSES
+from .control import CONTROL_LOWS, SIGNAL_COLUMNS
 
 SCORE_COLUMNS = ("mean", "standard_error", "pass_at_1", "pass_at_k", "format_rate")
 CHECKPOINTS = ("base", "latest", "best")
@@ -27,6 +28,8 @@ class ObservationLayout:
         dimensions: number of benchmark dimensions.
         recipe_width: length of an encoded recipe.
         history: rounds kept in ``history``.
+        in_loop: whether rounds can be adjusted while they run: ``signals`` is then wider, and there are ``control``
+            and ``recipe``.
     """
 
     sources: int
@@ -34,6 +37,7 @@ class ObservationLayout:
     dimensions: int
     recipe_width: int
     history: int
+    in_loop: bool = False
 
     @property
     def task_width(self) -> int:
@@ -61,17 +65,20 @@ class ObservationLayout:
         def box(low: float, *shape: int) -> gym.spaces.Box:
             return gym.spaces.Box(low, 1.0, shape, np.float32)
 
-        return gym.spaces.Dict(
-            {
-                "budget": box(0.0, 3),
-                "history": box(-1.0, self.history, self.round_width),
-                "last": box(-1.0, self.last_width),
-                "phase": box(0.0, 1),
-                "scores": box(0.0, self.scores_width),
-                "signals": box(-1.0, len(SIGNALS)),
-                "task": box(0.0, self.task_width),
-            }
-        )
+        blocks: dict[str, gym.Space[np.ndarray]] = {
+            "budget": box(0.0, 3),
+            "history": box(-1.0, self.history, self.round_width),
+            "last": box(-1.0, self.last_width),
+            "phase": box(0.0, 1),
+            "scores": box(0.0, self.scores_width),
+            "signals": box(-1.0, len(SIGNAL_COLUMNS if self.in_loop else SIGNALS)),
+            "task": box(0.0, self.task_width),
+        }
+        if self.in_loop:
+            ones = np.ones(len(CONTROL_LOWS), np.float32)
+            blocks["control"] = gym.spaces.Box(CONTROL_LOWS, ones, dtype=np.float32)
+            blocks["recipe"] = box(-1.0, self.recipe_width)
+        return gym.spaces.Dict(blocks)
 
 
 @dataclass
@@ -97,6 +104,40 @@ class ObservationInputs:
     budget: np.ndarray
     last: np.ndarray
     history: np.ndarray
+
+
+@dataclass
+class RunningInputs:
+    """Raw quantities of rounds that can be adjusted while they run; zeros where none runs.
+
+    Attributes:
+        phase: ``(n, 1)`` 0: a recipe is asked for; 1: an adjustment is.
+        signals: ``(n, 62)`` as `control.signal_row`.
+        control: ``(n, len(CONTROL))`` as `control.control_row`.
+        recipe: ``(n, recipe_width)`` the encoded recipe.
+    """
+
+    phase: np.ndarray
+    signals: np.ndarray
+    control: np.ndarray
+    recipe: np.ndarray
+
+
+def observe_running(inputs: RunningInputs) -> dict[str, np.ndarray]:
+    """Return the blocks of a batch of running rounds: float32, finite, inside the space.
+
+    What was not finite is shown as 0 and raises ``was_not_finite``, the last column of ``control``.
+    """
+    broken = np.zeros(len(inputs.phase), dtype=bool)
+    clean = {}
+    lows: dict[str, float | np.ndarray] = {"phase": 0.0, "signals": -1.0, "control": CONTROL_LOWS, "recipe": -1.0}
+    for name, low in lows.items():
+        values = getattr(inputs, name)
+        finite = np.isfinite(values)
+        broken |= ~finite.all(axis=1)
+        clean[name] = np.minimum(np.maximum(np.where(finite, values, 0.0), low), 1.0).astype(np.float32)
+    clean["control"][:, -1] = np.maximum(clean["control"][:, -1], broken)
+    return clean
 
 
 def observe(inputs: ObservationInputs) -> dict[str, np.ndarray]:

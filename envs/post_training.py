@@ -54,7 +54,9 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
     """
 
     metadata = {"render_modes": ["ansi"], "render_fps": 1}
-    action_space: gym.spaces.Dict
+    action_space: Any
+    in_loop = False
+    """Whether rounds can be adjusted while they run, which the observation's layout follows."""
     _spec: EnvSpec | None = None
 
     def __init__(
@@ -92,7 +94,7 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
         self.trainer = _trainer_for(first, trainer, {"evaluator": evaluator, "faults": faults})
         if space is not None and not isinstance(space, DecisionSpace):
             raise ValueError(f"space: expected a DecisionSpace or None, got {space!r}.")
-        self.space = space if space is not None else default_space(first, self.trainer)
+        self.space = space if space is not None else self._space_of(first)
         for name in self.space.algorithms:
             if name not in self.trainer.algorithms:
                 raise ValueError(
@@ -106,6 +108,7 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
             dimensions=len(self._dimensions),
             recipe_width=self.space.width,
             history=require_integer("history", history, low=1, high=100),
+            in_loop=self.in_loop,
         )
         self.action_space = self.space.action_space()
         self.observation_space = cast("gym.Space[dict[str, np.ndarray]]", self.layout.space())
@@ -124,13 +127,21 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
 
     @property
     def spec(self) -> EnvSpec | None:
-        """The id and arguments it was made with; a budget in seconds makes it ``nondeterministic``."""
+        """The id and arguments it was made with; what a clock decides makes it ``nondeterministic``."""
         return self._spec
 
     @spec.setter
     def spec(self, value: EnvSpec | None) -> None:
-        clocked = value is not None and self.budget.unit == "device_seconds"
-        self._spec = replace(value, nondeterministic=True) if value is not None and clocked else value
+        self._spec = replace(value, nondeterministic=True) if value is not None and self.clocked else value
+
+    @property
+    def clocked(self) -> bool:
+        """Whether a clock decides some of what is observed: the budget is in seconds."""
+        return self.budget.unit == "device_seconds"
+
+    def _space_of(self, first: InnerTask) -> DecisionSpace:
+        """Return what may be tried when no space is given."""
+        return default_space(first, self.trainer)
 
     @property
     def search(self) -> Search:
@@ -165,7 +176,7 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
             instance = require_integer("options['instance']", value, low=-(2**63), high=2**63)
         task = self.family.instance(instance)
         self._check_names(instance, task)
-        self._search = Search(
+        search = Search(
             task,
             self.trainer,
             self.space,
@@ -175,11 +186,18 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
             episode=self._episode + 1,
             reuse=self._reuse,
         )
+        if self._search is not None:
+            self._search.close()
+        self._search = search
         self._instance = instance
         self._episode += 1
+        self._search_began()
         info = self._info(None)
-        info["flags"] = list(completion_flags(self._search.scorecards["base"]))
+        info["flags"] = list(completion_flags(search.scorecards["base"]))
         return self._observation(), info
+
+    def _search_began(self) -> None:
+        """Do what an environment of another kind does first in an episode."""
 
     def step(self, action: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], float, bool, bool, dict[str, Any]]:
         """Run one round.
@@ -201,25 +219,40 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
             search.stopped = True
             return self._observation(), 0.0, True, False, self._info(None)
         outcome = search.run(search.fitted(recipe))
-        reward = round_reward(
-            outcome.best_before,
-            outcome.best_after,
-            search.scorecards["base"].score,
-            outcome.charged / self.budget.limit,
-            outcome.report.failure is not None,
-            self.reward_settings,
+        reward = self._reward(outcome, outcome.charged)
+        return self._observation(), reward, search.closed() is not None, False, self._info(outcome)
+
+    def _reward(self, outcome: Outcome, charged: float) -> float:
+        """Return the reward of a round that was charged ``charged`` in all, in the budget's unit."""
+        return float(
+            round_reward(
+                outcome.best_before,
+                outcome.best_after,
+                self.search.scorecards["base"].score,
+                charged / self.budget.limit,
+                outcome.report.failure is not None,
+                self.reward_settings,
+            )
         )
-        return self._observation(), float(reward), search.closed() is not None, False, self._info(outcome)
 
     def action_masks(self) -> np.ndarray:
         """Return ``(1 + algorithms + starts,)`` bool: the legal choices of ``algorithm``, then of ``start``.
 
         The convention is sb3-contrib's: one flat array, the discrete parts in the order of the action space's keys.
         """
+        return np.concatenate(list(self.choice_masks().values()))
+
+    def choice_masks(self) -> dict[str, np.ndarray]:
+        """Return the legal choices of each discrete part, by its key, in the order of the action space's keys."""
         legal = self.search.legal() if self._search is not None else dict.fromkeys(self.space.algorithms, True)
         running = self._search is None or self._search.ended() is None
         algorithms = [running and legal[name] for name in self.space.algorithms]
-        return np.array([True, *algorithms, *[True] * len(STARTS)], dtype=bool)
+        return {"algorithm": np.array([True, *algorithms]), "start": np.full(len(STARTS), True)}
+
+    @property
+    def asks_for_recipe(self) -> bool:
+        """Whether the next action is a recipe, not an adjustment of a running round."""
+        return True
 
     def knob_mask(self, name: str, values: Sequence[float]) -> np.ndarray:
         """Return ``(len(values),)`` bool: whether the budget pays a step of some algorithm with a knob at each value.
@@ -248,7 +281,9 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
         return "\n".join(lines)
 
     def close(self) -> None:
-        """Let go of the journal, if it was given as a folder."""
+        """End the round that is running, and let go of the journal, if it was given as a folder."""
+        if self._search is not None:
+            self._search.close()
         if self._journal is not None and self._owns_journal:
             self._journal.close()
 
@@ -301,7 +336,7 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
             budget=np.array(
                 [
                     [
-                        search.ledger.left / budget.limit,
+                        self._left() / budget.limit,
                         1.0 - search.rounds / budget.max_rounds,
                         1.0 - search.rounds_without_best / budget.patience,
                     ]
@@ -311,6 +346,10 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
             history=history,
         )
         return {name: values[0] for name, values in observe(inputs).items()}
+
+    def _left(self) -> float:
+        """Return what is left of the budget, in its unit."""
+        return self.search.ledger.left
 
     def _round_row(self, outcome: Outcome) -> np.ndarray:
         report = outcome.report
@@ -333,7 +372,7 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
             "instance": self._instance,
             "seed": search.seed,
             "action_mask": self.action_masks(),
-            "budget_left": search.ledger.left / self.budget.limit,
+            "budget_left": self._left() / self.budget.limit,
             "best_score": search.scorecards["best"].score,
             "base_score": search.scorecards["base"].score,
             "ended": search.ended(),
