@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +16,9 @@ from .messages import require_integer, require_number, where_raised
 if TYPE_CHECKING:
     from .chat import ChatFormat
     from .tasks.base import Benchmark, Item
+
+QUICK_SAMPLES = 2
+"""Completions per item of a quick evaluation."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,11 @@ class Evaluator:
     def samples(self) -> int:
         """Completions per item."""
         return len(self.seeds) * self.samples_per_seed
+
+    def quick(self) -> Evaluator:
+        """Return the evaluator of quick evaluations: the first seed, at most `QUICK_SAMPLES` completions per item."""
+        samples = min(QUICK_SAMPLES, self.samples_per_seed)
+        return replace(self, seeds=self.seeds[:1], samples_per_seed=samples, k=min(self.k, samples))
 
     def evaluate(
         self, model: Any, tokenizer: Any, benchmark: Benchmark, split: str, chat: ChatFormat | None = None
@@ -130,6 +138,17 @@ class Evaluator:
             empty_share=empty / total,
             clipped_share=clipped / total,
         )
+
+
+def smaller_benchmark(benchmark: Benchmark, items: int) -> Benchmark:
+    """Return the benchmark with its first ``items`` validation items, taken from its dimensions in turn.
+
+    Each dimension keeps one at least, so there may be more than ``items``.
+    """
+    by_dimension = [[i for i in benchmark.validation if i.dimension == name] for name in benchmark.dimensions]
+    longest = max(map(len, by_dimension))
+    in_turn = [found[rank] for rank in range(longest) for found in by_dimension if rank < len(found)]
+    return replace(benchmark, validation=in_turn[: max(items, len(by_dimension))])
 
 
 def summarise_dimension(scores: np.ndarray, formed: np.ndarray, k: int) -> DimensionScore:

@@ -469,6 +469,17 @@ class TrlSession:
             fault = self._watch.round_ended(self.step)
         return fault
 
+    def weights_now(self) -> dict[str, torch.Tensor]:
+        """Return copies of the weights after the steps so far, an adapter stacked on those below; changes nothing.
+
+        Raises:
+            ValueError: the round has ended, or has not taken a step.
+        """
+        if self.done or self.step == 0:
+            raise ValueError(f"weights_now: no round is parked between two steps (step {self.step}, {self._ended}).")
+        model = self._trainer.model
+        return stack(self._start.weights, model) if hasattr(model, "merge_and_unload") else copy_weights(model)
+
     def _model_weights(self) -> dict[str, torch.Tensor]:
         model = self._trainer.model
         if hasattr(model, "merge_and_unload") and self._recipe.lora_adapter == "stack":

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base import Checkpoint, Cost, Limit, Scorecard, round_id
-from ..evaluation import Evaluator
+from ..base import Checkpoint, Cost, Limit, Scorecard, TrainingSession, round_id
+from ..evaluation import Evaluator, smaller_benchmark
 from ..fault_policy import FaultPolicy
 from ..faults import FaultWatch
 from ..messages import did_you_mean, require_integer
@@ -21,7 +21,7 @@ from .algorithms import ALGORITHMS, AlgorithmSpec, check_recipe, usable_sources
 from .step_tokens import Lengths, StepTokens
 
 if TYPE_CHECKING:
-    from ..tasks.base import InnerTask
+    from ..tasks.base import Benchmark, InnerTask
     from .metering import Meter
     from .models import LoadedModel
     from .rows import TaskRows
@@ -41,6 +41,7 @@ class _Resident:
     prompt_tokens: dict[str, int] = field(default_factory=dict)
     packs: bool | None = None  # whether packed rows stay apart, once asked
     base_scores: dict[str, tuple[Scorecard, Cost]] = field(default_factory=dict)
+    quick_benchmarks: dict[int, Benchmark] = field(default_factory=dict)  # number of items -> the benchmark with them
 
 
 class TrlTrainer:
@@ -147,22 +148,37 @@ class TrlTrainer:
 
     def evaluation_cost_bound(self, task: InnerTask, split: str) -> Cost:
         """Return the most one evaluation can cost."""
+        return self._sampling_bound(self._load(task), task.built.benchmark, split, self.evaluator, split)
+
+    def quick_cost_bound(self, task: InnerTask, items: int) -> Cost:
+        """Return the most one quick evaluation can cost."""
         resident = self._load(task)
-        benchmark = task.built.benchmark
+        benchmark = self._quick_benchmark(resident, items)
+        return self._sampling_bound(resident, benchmark, "validation", self.evaluator.quick(), f"quick {items}")
+
+    def _quick_benchmark(self, resident: _Resident, items: int) -> Benchmark:
+        if items not in resident.quick_benchmarks:
+            resident.quick_benchmarks[items] = smaller_benchmark(resident.task.built.benchmark, items)
+        return resident.quick_benchmarks[items]
+
+    def _sampling_bound(
+        self, resident: _Resident, benchmark: Benchmark, split: str, evaluator: Evaluator, key: str
+    ) -> Cost:
+        """Return the most that scoring a checkpoint with an evaluator can cost; ``key`` names the items."""
         items = benchmark.items(split)
-        generated = len(items) * self.evaluator.samples * benchmark.max_new_tokens
-        if split not in resident.prompt_tokens:
+        generated = len(items) * evaluator.samples * benchmark.max_new_tokens
+        if key not in resident.prompt_tokens:
             ids = resident.rows.prompt_ids([item.prompt for item in items])
-            resident.prompt_tokens[split] = sum(map(len, ids))
-        prompts = resident.prompt_tokens[split]
-        scored = prompts * len(self.evaluator.seeds)
+            resident.prompt_tokens[key] = sum(map(len, ids))
+        prompts = resident.prompt_tokens[key]
+        scored = prompts * len(evaluator.seeds)
         chat = resident.rows.chat
         if chat is not None and chat.uses_tool:
             # a prompt's first turns share one reading; every later turn of a conversation reads all that is before it
             later = chat.chat.max_turns - 1
             per_turn = benchmark.max_new_tokens + chat.longest_tool_turn
             generated *= later + 1
-            scored += self.evaluator.samples * (prompts * later + len(items) * per_turn * later * (later + 1) // 2)
+            scored += evaluator.samples * (prompts * later + len(items) * per_turn * later * (later + 1) // 2)
         return Cost(0, generated, scored, 2.0 * resident.model.parameters * (generated + scored))
 
     def begin(
@@ -249,16 +265,40 @@ class TrlTrainer:
         resident = self._load(task)
         if checkpoint.id == "base" and split in resident.base_scores:
             return resident.base_scores[split]
+        scorecard, cost = self._measured(resident, checkpoint.weights, task.built.benchmark, split, self.evaluator)
+        if checkpoint.id == "base":
+            resident.base_scores[split] = (scorecard, cost)
+        return scorecard, cost
+
+    def quick_score(self, task: InnerTask, session: TrainingSession, items: int) -> tuple[float, Cost]:
+        """Score the weights a parked session has now on few validation items; see `QuickEvaluator`.
+
+        Raises:
+            ValueError: the session is not this trainer's, or not at a pause between two of its steps.
+            TimeLimitError: it took longer than the fault policy's ``max_evaluation_seconds``.
+        """
+        from .session import TrlSession
+
+        if not isinstance(session, TrlSession):
+            raise ValueError(f"quick_score: expected a session of TrlTrainer, got {type(session).__name__}.")
+        resident = self._load(task)
+        benchmark = self._quick_benchmark(resident, items)
+        scorecard, cost = self._measured(
+            resident, session.weights_now(), benchmark, "validation", self.evaluator.quick()
+        )
+        return scorecard.score, cost
+
+    def _measured(
+        self, resident: _Resident, weights: Any, benchmark: Benchmark, split: str, evaluator: Evaluator
+    ) -> tuple[Scorecard, Cost]:
         from .models import load_weights
 
         began = time.perf_counter()
         model = resident.model.template
-        load_weights(model, checkpoint.weights)
+        load_weights(model, weights)
 
         def measured() -> tuple[Scorecard, int, int]:
-            return self.evaluator.evaluate(
-                model, resident.model.tokenizer, task.built.benchmark, split, resident.rows.chat
-            )
+            return evaluator.evaluate(model, resident.model.tokenizer, benchmark, split, resident.rows.chat)
 
         policy = self.fault_policy
         try:
@@ -269,15 +309,12 @@ class TrlTrainer:
             if not error.ended:  # its thread may wake and read the model, so the next round loads another
                 self._forget(resident)
             raise
-        cost = Cost(
+        return scorecard, Cost(
             generated_tokens=generated,
             scored_tokens=scored,
             flops=2.0 * resident.model.parameters * (generated + scored),
             device_seconds=time.perf_counter() - began,
         )
-        if checkpoint.id == "base":
-            resident.base_scores[split] = (scorecard, cost)
-        return scorecard, cost
 
     def _ready(self) -> tuple[Any, str]:
         import torch
