@@ -142,7 +142,7 @@ class _Drive:
             if step > before and self._log is not None:
                 self._write("step", step, session.signals, row.get("learning_rate"))
             if session.done or not self._asked or (step - began) % self._interval:
-                self._write("timings", step, {"advance": advanced})
+                self._write("timings", step, self._times(advanced))
             else:
                 self._look(advanced)
         self._write("finish")
@@ -194,7 +194,7 @@ class _Drive:
         decided = time.perf_counter() - clock
         self._done.looks += 1
         self._done.decide_seconds += decided
-        times = {"advance": advanced, "decide": decided}
+        times = {**self._times(advanced), "decide": decided}
         if problem is not None or decision is None:
             self._give_up(str(problem))
             self._write("failed", state.step, str(problem))
@@ -274,6 +274,12 @@ class _Drive:
         if sentence not in self._flagged:
             self._flagged.add(sentence)
             self._session.flag(sentence)
+
+    def _times(self, advanced: float) -> dict[str, float]:
+        """Return where the last step's time went so far, in seconds; the parts a session tells lie in ``advance``."""
+        if self._log is None or self._log.level != "timings":
+            return {}
+        return {"advance": advanced, **getattr(self._session, "own_seconds", {})}
 
     def _write(self, what: str, *arguments: object) -> None:
         """Write to the log; one that cannot be written any more is given up, not the round."""
