@@ -91,6 +91,11 @@ class AdjustableEnv(PostTrainingEnv):
         """Whether the next action is a recipe, not an adjustment of a running round."""
         return self._running is None
 
+    @property
+    def running(self) -> RunningRound | None:
+        """The round that runs, for controllers that act in the environment; None while none does."""
+        return self._running
+
     @abstractmethod
     def step(self, action: Any) -> tuple[dict[str, np.ndarray], float, bool, bool, dict[str, Any]]:
         """Take one action; see the environment."""
