@@ -11,6 +11,7 @@ import pytest
 from posttrain_gym.inner_trainers.adjustments import Adjustment, catalogue_index
 from posttrain_gym.inner_trainers.base import Limit, RoundReport
 from posttrain_gym.inner_trainers.recipe import Recipe
+from posttrain_gym.inner_trainers.signals import Signals
 from posttrain_gym.inner_trainers.testing import ScriptedTask, ScriptedTrainer, TinyTask
 from posttrain_gym.inner_trainers.trl.trainer import TrlTrainer
 from posttrain_gym.meta_policies.controllers.base import Candidate, ControlState, Decision, nothing
@@ -192,7 +193,7 @@ def illegal(state: ControlState) -> Decision:
         (fails, r"KeyError: 'a\nb'"),
         (lambda state: None, "decide returned NoneType, expected a Decision"),
         (lambda state: nothing("test"), "decide returned Candidate, expected a Decision"),
-        (lambda state: Decision(Adjustment()), "the chosen candidate is Adjustment("),
+        (lambda state: Decision(Adjustment()), "the chosen candidate is Adjustment("),  # type: ignore[arg-type]
         (lambda state: Decision(Candidate(99, Adjustment(), "t", "")), "the chosen action is 99, the catalogue has 37"),
         (lambda state: Decision(Candidate(-1, Adjustment(), "t", "")), "the chosen action is -1, the catalogue has 37"),
         (lambda state: Decision(Candidate(HALF, Adjustment(), "t", "")), "action lr_half stands for lr_scale 0.5, got"),
@@ -314,7 +315,8 @@ def test_a_controller_may_open_the_round(trainer: TrlTrainer, task: TinyTask, tm
 
 def test_a_session_that_stands_still_is_not_waited_for() -> None:
     class Stuck:
-        done, step, signals, settings = False, 0, None, {}
+        done, step = False, 0
+        signals, settings = Signals(), dict[str, float]()
 
         def advance(self, steps: int | None = None) -> Mapping[str, float]:
             return {}
