@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from .adjustments import SOURCE_SLOTS
 from .signals import SIGNALS, WINDOW, Z_LIMIT, Signals
 from .sliding_moments import SlidingMoments
@@ -21,9 +19,6 @@ SLOPE_STEPS = 10
 
 DECISIVE = 0.5
 """A negative reward is decisive at this share of the largest size among its step's rewards, or beyond."""
-
-NO_SPREAD = 1e-12
-"""A standard deviation up to this share of the mean's size is rounding: z-scores are then 0."""
 
 _CURVES = {
     "clip_ratio/region_mean": "clip_ratio",
@@ -60,7 +55,7 @@ class Monitor:
             self._names |= {f"loss/{source}": f"loss_source_{slot}", f"reward/{source}": f"reward_source_{slot}"}
         if not on_policy:
             del self._names["kl"]
-        self._moments = SlidingMoments(len(SIGNALS), WINDOW)
+        self._moments = {name: SlidingMoments(WINDOW) for name in SIGNALS}
         self._trend = LossTrend()
         self.signals = Signals()
 
@@ -73,30 +68,28 @@ class Monitor:
                 is no finite number is broken.
         """
         values: dict[str, float | None] = dict.fromkeys(SIGNALS)
-        broken = []
-        for curve, name in self._names.items():
-            raw = row.get(curve)
-            if raw is None:
+        scores, broken = dict.fromkeys(SIGNALS, 0.0), []
+        names = self._names
+        for curve, raw in row.items():
+            name = names.get(curve)
+            if name is None or raw is None:
                 continue
             number = raw if type(raw) is float else _number(raw)
             if math.isfinite(number):
-                values[name] = number
+                values[name], scores[name] = number, self._score(name, step, number)
             else:
                 broken.append(name)
         loss = values["loss"]
         if loss is not None:
-            values["loss_slope"], values["loss_curvature"] = self._trend.observe(loss)
-        self.signals = Signals(step, values, self._scores(values), tuple(broken))
+            for name, number in zip(_DERIVED, self._trend.observe(loss), strict=True):
+                if number is not None:
+                    values[name], scores[name] = number, self._score(name, step, number)
+        self.signals = Signals(step, values, scores, tuple(broken))
         return self.signals
 
-    def _scores(self, values: Mapping[str, float | None]) -> dict[str, float]:
-        row = np.array(list(values.values()), np.float64)  # None becomes NaN
-        _, mean, variance = self._moments.push(row)
-        spread = np.sqrt(variance)
-        differ = (spread > NO_SPREAD * np.abs(mean)) & (row == row)
-        scores = np.divide(row - mean, spread, out=np.zeros(len(row)), where=differ)
-        clipped: list[float] = np.minimum(np.maximum(scores, -Z_LIMIT), Z_LIMIT).tolist()
-        return dict(zip(SIGNALS, clipped, strict=True))
+    def _score(self, name: str, step: int, value: float) -> float:
+        score = self._moments[name].push(step, value)
+        return score if -Z_LIMIT <= score <= Z_LIMIT else math.copysign(Z_LIMIT, score)
 
 
 class LossTrend:

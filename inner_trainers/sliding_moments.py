@@ -1,97 +1,104 @@
-"""Mean and spread of many signals at once over a sliding window, where any of them may be absent at any step."""
+"""Mean and spread of one signal over a sliding window of steps, at any of which it may be absent."""
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-
-Array = NDArray[np.float64]
+import math
+from collections import deque
 
 LARGEST = 1e100
 """Values are clipped to this size, so that no square overflows."""
 
+CANCELLED = 1e-6
+"""Share of its largest size since they were last exact at which moments are computed anew.
+
+A sum of squares that shrinks by subtraction keeps the rounding errors of its largest size: at this share, 10 of a
+float's 16 digits are left. So a jump that leaves the window leaves nothing behind, and no sum goes negative.
+"""
+
+
+NO_SPREAD = 1e-12
+"""A standard deviation up to this share of the mean's size is rounding."""
+
 
 class SlidingMoments:
-    """Means and variances of the last ``window`` rows.
+    """The mean and the variance of the values of the last ``window`` steps.
 
-    No row is ever subtracted, so sums of squares cannot go negative, and a jump that has left the window leaves nothing
-    behind. The window is a queue made of two stacks: rows enter the moments of its newer part by Welford's update;
-    when the older part is used up, the moments of every suffix of the newer rows take its place, and a row leaves by a
-    step to the next suffix. The moments of both parts are joined as Chan et al. (1983) do. The cost of a row does not
-    depend on the window, but for one in ``window`` rows, which costs some ten times as much.
+    Values enter by Welford's update and leave by its reverse, all as differences from one of them; where that would
+    lose digits, see `CANCELLED`, the moments are computed from the window itself.
 
     Args:
-        width: values of a row.
-        window: rows that are looked back on, at least 1.
+        window: steps that are looked back on, at least 1.
+
+    Attributes:
+        count: values in the window.
     """
 
-    def __init__(self, width: int, window: int) -> None:
-        self._width, self._window = width, window
-        self._rows = np.zeros((window, width))  # the newer part, NaN where absent
-        self._newest = np.zeros(width)  # the last value that was there
-        self._older = np.zeros((0, 3, width))  # moments of the suffixes of the older part, the longest first
-        self._gone = 0  # suffixes that are no longer wanted
-        self._forget_newer()
+    __slots__ = ("_largest", "_mean", "_origin", "_squares", "_steps", "_values", "_window", "count")
 
-    def _forget_newer(self) -> None:
-        self._held = 0
-        self._count, self._mean, self._squares = np.zeros((3, self._width))
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._values: deque[float] = deque()
+        self._steps: deque[int] = deque()
+        self._origin = self._mean = 0.0  # the mean is that of the differences from the origin
+        self._squares = self._largest = 0.0  # the largest since the moments were exact
+        self.count = 0
 
-    def push(self, row: Array) -> tuple[Array, Array, Array]:
-        """Add a row, let the oldest go when the window is full, and return the window's moments.
+    @property
+    def mean(self) -> float:
+        """Mean; 0 without any values."""
+        return self._origin + self._mean if self.count else 0.0
+
+    @property
+    def variance(self) -> float:
+        """Population variance; 0 without any values, and to the last bit where all are equal."""
+        return self._squares / self.count if self.count else 0.0
+
+    def push(self, step: int, value: float) -> float:
+        """Add the value of a step and return its z-score; steps without a value need no call.
 
         Args:
-            row: (width,) values, NaN where absent. They count as at most `LARGEST` in size.
+            step: the step, later than all before; it ends the window.
+            value: a finite number.
 
         Returns:
-            Count, mean and population variance of the values that are there, (width,) each; 0 where there are none.
+            How many standard deviations the value lies from the mean, both of the window with it; 0 where all of the
+            window is equal.
         """
-        older = len(self._older) - self._gone
-        if self._held + older == self._window:
-            if older == 0:
-                self._older, self._gone = _suffix_moments(self._rows[: self._held], self._newest), 0
-                self._forget_newer()
-            self._gone += 1
-        row = np.minimum(np.maximum(row, -LARGEST), LARGEST)  # keeps NaN
-        self._rows[self._held] = row
-        self._held += 1
-        present = row == row
-        np.copyto(self._newest, row, where=present)
-        delta = np.where(present, row, self._mean) - self._mean
-        before = self._count
-        self._count = before + present
-        shift = delta / np.maximum(self._count, 1.0)
-        self._mean = self._mean + shift
-        self._squares = self._squares + delta * shift * before
-        return self._moments()
+        held = value if -LARGEST <= value <= LARGEST else math.copysign(LARGEST, value)
+        oldest = step - self._window
+        while self.count and self._steps[0] <= oldest:
+            self._drop_oldest()
+        if self.count == 0:
+            self._origin, self._mean, self._squares, self._largest = held, 0.0, 0.0, 0.0
+        self._values.append(held)
+        self._steps.append(step)
+        self.count = count = self.count + 1
+        number = held - self._origin
+        delta = number - self._mean
+        self._mean = mean = self._mean + delta / count
+        squares = self._squares + delta * (number - mean)
+        if squares >= CANCELLED * self._largest:
+            self._squares = squares
+            if squares > self._largest:
+                self._largest = squares
+        else:
+            self._compute()
+            squares, mean, number = self._squares, self._mean, held - self._origin
+        spread = math.sqrt(squares / count)
+        return 0.0 if spread <= NO_SPREAD * abs(self._origin + mean) else (number - mean) / spread
 
-    def _moments(self) -> tuple[Array, Array, Array]:
-        """Join the two parts."""
-        if self._gone == len(self._older):
-            return self._count, self._mean, self._squares / np.maximum(self._count, 1.0)
-        count, mean, squares = self._older[self._gone]
-        both = count + self._count
-        divisor = np.maximum(both, 1.0)
-        delta = self._mean - mean
-        shift = delta * (self._count / divisor)
-        return both, mean + shift, (squares + self._squares + delta * shift * count) / divisor
+    def _drop_oldest(self) -> None:
+        self._steps.popleft()
+        number = self._values.popleft() - self._origin
+        self.count -= 1
+        if self.count:
+            delta = number - self._mean
+            self._mean -= delta / self.count
+            self._squares -= delta * (number - self._mean)
 
-
-def _suffix_moments(rows: Array, newest: Array) -> Array:
-    """Return count, mean and sum of squared deviations of ``rows[i:]`` for each i: (n, 3, width).
-
-    Args:
-        rows: (n, width), NaN where absent.
-        newest: (width,) the newest value of each column. All suffixes hold it, so sums of differences from it are as
-            exact as the spread of a suffix asks for, whatever jumps came before.
-    """
-    backward = rows[::-1]
-    present = backward == backward
-    difference = np.where(present, backward - newest, 0.0)
-    count = np.cumsum(present, axis=0, dtype=np.float64)
-    mean = np.cumsum(difference, axis=0) / np.maximum(count, 1.0)
-    before = np.vstack([np.zeros_like(newest), mean[:-1]])
-    # Welford's update for all rows at once: the square of a value's distance from the mean before it
-    squares = np.where(present, difference - before, 0.0) ** 2 * (1.0 - 1.0 / np.maximum(count, 1.0))
-    moments = np.stack([count, np.where(count > 0, mean + newest, 0.0), np.cumsum(squares, axis=0)], axis=1)
-    return np.ascontiguousarray(moments[::-1])
+    def _compute(self) -> None:
+        """Compute the moments from the window, whose oldest value becomes the origin."""
+        self._origin = self._values[0]
+        numbers = [value - self._origin for value in self._values]
+        self._mean = math.fsum(numbers) / self.count
+        self._squares = self._largest = math.fsum((number - self._mean) ** 2 for number in numbers)
