@@ -21,7 +21,7 @@ def signals(step: int = 10, broken: Sequence[str] = (), **values: float) -> Sign
     raw: dict[str, float | None] = dict.fromkeys(SIGNALS)
     z = dict.fromkeys(SIGNALS, 0.0)
     for name, value in values.items():
-        (z if name.startswith("z_") else raw)[name.removeprefix("z_")] = value  # type: ignore[assignment]
+        (z if name.startswith("z_") else raw)[name.removeprefix("z_")] = value
     return Signals(step, raw, z, tuple(broken))
 
 

@@ -115,10 +115,10 @@ class CloningSettings:
         threshold: see `PolicyNet`.
     """
 
-    epochs: int = 120
-    batch_size: int = 128
-    learning_rate: float = 3e-3
-    weight_decay: float = 1e-3
+    epochs: int = 60
+    batch_size: int = 256
+    learning_rate: float = 5e-3
+    weight_decay: float = 0.1
     balance: float = 0.5
     smoothing: float = 0.01
     held_out: float = 0.2

@@ -76,6 +76,22 @@ GROUPS: Mapping[str, str] = MappingProxyType(
 )
 """Kind of adjustment -> whose recency it counts toward; ``none`` and ``stop`` leave nothing to remember."""
 
+FOLLOWED: Mapping[str, float] = MappingProxyType(
+    {
+        "loss": 0.01,
+        "reward": 0.05,
+        "grad_norm": 0.01,
+        "grad_cosine": 0.25,
+        "kl": 0.02,
+        "entropy": 0.05,
+        "reward_sparsity": 0.25,
+        "groups_without_spread": 0.25,
+    }
+)
+"""Signal -> smallest size its change is held against, of the signals whose means and changes are followed."""
+
+_FAST, _SLOW = 1 / 4, 1 / 12
+_HALF_CHANGE = 0.05
 _RECENT_STEPS = 8.0
 _SIGNAL_NAMES = tuple(SIGNALS)
 _GROUP_NAMES = tuple(dict.fromkeys(GROUPS.values()))
@@ -91,6 +107,8 @@ FEATURE_NAMES: tuple[str, ...] = (
     *(f"mix.{slot}" for slot in _SLOTS),
     *(f"mix_change.{slot}" for slot in _SLOTS),
     *(f"recent.{group}" for group in _GROUP_NAMES),
+    *(f"mean.{name}" for name in FOLLOWED),
+    *(f"change.{name}" for name in FOLLOWED),
     "progress",
     "length",
     "early",
@@ -124,6 +142,12 @@ def describe_features() -> list[tuple[str, str]]:
             f"{_RECENT_STEPS:g} / ({_RECENT_STEPS:g} + steps since the group's last adjustment), negative for one "
             "that lowered; 0 when there was none",
         ),
+        ("mean.SIGNAL", "level of an exponential moving average over the looks, weight 1/12; 0 before the first value"),
+        (
+            "change.SIGNAL",
+            "c / (|c| + 0.05), where c is a moving average of weight 1/4 less that of 1/12, over the latter's size; in "
+            "(-1, 1)",
+        ),
         ("progress", "share of the recipe's steps that are done, in [0, 1]"),
         ("length", "log10 of the recipe's steps over 5, in [0, 1]"),
         ("early", f"{_RECENT_STEPS:g} / ({_RECENT_STEPS:g} + steps done), in (0, 1]"),
@@ -132,7 +156,7 @@ def describe_features() -> list[tuple[str, str]]:
 
 
 class Features:
-    """Turns the states of one round into vectors; remembers when each group of settings was last adjusted.
+    """Turns the states of one round into vectors; remembers past adjustments, and averages of some signals.
 
     Args:
         hardware: whether signals that a clock decides are shown; when not they are absent, and equal rounds give equal
@@ -147,6 +171,8 @@ class Features:
         self._mix_asked: tuple[float, ...] = (0.0,) * SOURCE_SLOTS
         self._gamma = 1.0
         self._last: dict[str, tuple[int, float]] = {}
+        self._averages: dict[str, tuple[float, float]] = {}
+        self._seen = 0
 
     def begin(self, recipe: Recipe, sources: Sequence[str]) -> None:
         """Forget the last round.
@@ -164,6 +190,8 @@ class Features:
         weights = [recipe.mix.get(name, 0.0) for name in slots]
         self._mix_asked = tuple(weights + [0.0] * (SOURCE_SLOTS - len(weights)))
         self._last = {}
+        self._averages = {}
+        self._seen = 0
 
     def vector(self, state: ControlState) -> np.ndarray:
         """Return the state's features, (FEATURE_COUNT,) float32 in [-1, 1]; the next call overwrites them."""
@@ -204,6 +232,7 @@ class Features:
         for group in _GROUP_NAMES:
             last = self._last.get(group)
             rest.append(0.0 if last is None else last[1] * _RECENT_STEPS / (_RECENT_STEPS + step - last[0]))
+        rest += self._followed(state)
         rest += [
             min(1.0, step / state.steps),
             math.log10(state.steps) / 5.0,
@@ -211,6 +240,29 @@ class Features:
             1.0 if state.signals.broken else 0.0,
         ]
         return rest
+
+    def _followed(self, state: ControlState) -> list[float]:
+        """Return means and changes of the followed signals; a step that was seen already does not count again."""
+        averages, values = self._averages, state.signals.values
+        if state.step != self._seen:
+            self._seen = state.step
+            for name in FOLLOWED:
+                value = values[name]
+                if value is not None:
+                    fast, slow = averages.get(name, (value, value))
+                    averages[name] = (fast + _FAST * (value - fast), slow + _SLOW * (value - slow))
+        means, changes = [], []
+        for name, smallest in FOLLOWED.items():
+            if name not in averages:
+                means.append(0.0)
+                changes.append(0.0)
+                continue
+            fast, slow = averages[name]
+            size = abs(slow)
+            means.append(slow / (size + LEVEL_SCALES.get(name, 1.0)))
+            change = (fast - slow) / max(size, smallest)
+            changes.append(change / (abs(change) + _HALF_CHANGE))
+        return means + changes
 
 
 def nearest_action(adjustment: Adjustment, sources: Sequence[str]) -> int | None:

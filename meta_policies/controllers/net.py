@@ -56,7 +56,7 @@ class PolicyNet:
     hardware: bool = False
     threshold: float = 0.5
     facts: Mapping[str, Any] = field(default_factory=dict)
-    _allowed: np.ndarray = field(init=False, repr=False, compare=False)
+    _choices: list[int] = field(init=False, repr=False, compare=False)
     _layers: tuple[np.ndarray, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -77,9 +77,7 @@ class PolicyNet:
             raise ValueError(f"policy net: unknown layer {unknown[0]!r}; expected {', '.join(_SHAPES)}.")
         require_number("threshold", self.threshold, low=0, high=1)
         object.__setattr__(self, "actions", checked_actions(self.actions))
-        allowed = np.zeros(len(CATALOGUE_NAMES), dtype=bool)
-        allowed[[catalogue_index(name) for name in self.actions]] = True
-        object.__setattr__(self, "_allowed", allowed)
+        object.__setattr__(self, "_choices", [catalogue_index(name) for name in self.actions])
         layers = (np.ascontiguousarray(self.weights[name]) for name in _SHAPES)
         object.__setattr__(self, "_layers", tuple(layers))
 
@@ -102,7 +100,8 @@ class PolicyNet:
             features: (FEATURE_COUNT,) float32.
             legal: (37,) truth values; ``none`` always counts as legal.
         """
-        mask = self._allowed & np.asarray(legal, dtype=bool)
+        mask = np.zeros(len(CATALOGUE_NAMES), dtype=bool)
+        mask[self._choices] = [legal[index] for index in self._choices]  # each look at legality may cost something
         mask[NONE] = True
         logits = self.logits(features)
         logits -= logits[mask].max()
