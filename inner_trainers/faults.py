@@ -138,6 +138,17 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cublas_status_alloc
 """How CUDA, torch's CPU allocator and cuBLAS say it."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an exception that a library raised says that memory ran out."""
+    if isinstance(error, RewardFault | ToolFault | ScorerFault):  # their messages quote a task's code, whatever it says
+        return False
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or any(sign in str(error).lower() for sign in _OUT_OF_MEMORY)
+    )
+
+
 def failure_from_exception(error: BaseException, step: int) -> Failure:
     """Return the labelled failure for an exception that a trainer raised."""
     text = first_line(error)
@@ -153,11 +164,7 @@ def failure_from_exception(error: BaseException, step: int) -> Failure:
         return failure("time_limit", step, str(error)[:300])
     if isinstance(error, MemoryLimitError):
         return failure("memory_limit", step, str(error)[:300])
-    if (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or any(sign in str(error).lower() for sign in _OUT_OF_MEMORY)
-    ):
+    if is_out_of_memory(error):
         return failure("oom", step, text)
     if isinstance(error, RuntimeError) and "probability tensor contains" in str(error):
         # `torch.multinomial` met non-finite logits: the policy's weights are ruined, which its loss did not show

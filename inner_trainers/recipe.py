@@ -211,6 +211,15 @@ def number_range(name: str) -> tuple[float, float, bool]:
     return _NUMBERS[name]
 
 
+def integer_range(name: str) -> tuple[int, int]:
+    """Return the smallest and the largest value of a field that holds a whole number.
+
+    Raises:
+        KeyError: no such field.
+    """
+    return _INTEGERS[name]
+
+
 def _digest(data: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 

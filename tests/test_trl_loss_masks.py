@@ -51,7 +51,7 @@ def sft_batch(trainer: TrlTrainer, task: ChatTask) -> tuple[Any, dict[str, torch
     session = trainer.begin(task, recipe, trainer.base(task), 0)
     inner = session._trainer
     batch = inner._prepare_inputs(next(iter(inner.get_train_dataloader())))
-    return inner, {name: value.clone() for name, value in batch.items()}
+    return inner, {name: value.clone() for name, value in batch.items() if name != "row_number"}
 
 
 def gradients(inner: Any, batch: dict[str, torch.Tensor]) -> Gradients:
@@ -277,9 +277,7 @@ def test_without_a_tool_there_is_no_mask_and_the_librarys_path_is_taken(trainer:
     session = trainer.begin(task, recipe, trainer.base(task), 0)
     inner = session._trainer
     assert inner.rollout_func is None and inner.max_completion_length == 4
-    batch = inner._generate_and_score_completions(
-        [{"prompt": "1?", "source_index": 0, "row_index": 0} for _ in range(8)]
-    )
+    batch = inner._generate_and_score_completions([{"prompt": "1?", "row_number": 0} for _ in range(8)])
     assert "tool_mask" not in batch
     session.close()
 

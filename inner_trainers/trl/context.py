@@ -13,6 +13,7 @@ from ..chat import ChatFormat
 from ..recipe import Recipe
 from ..tasks.base import InnerTask, Row, Source
 from .metering import Meter
+from .row_pools import RowPools
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class RoundContext:
         packs: the rows of each packed sequence, in training order; empty when rows are not packed.
         seconds: the round's limit in seconds; None when it is counted otherwise.
         chat: how the task's prompts become turns; None for plain text.
+        pools: what the round may draw from when its mix is adjusted.
     """
 
     task: InnerTask
@@ -59,6 +61,7 @@ class RoundContext:
     precision: str
     device: torch.device
     meter: Meter
+    pools: RowPools
     vllm: bool = False
     packs: Sequence[Sequence[tuple[str, int]]] = ()
     seconds: float | None = None

@@ -14,15 +14,16 @@ from trl import DistillationConfig, DistillationTrainer
 from ..chat import ChatFormat
 from ..tokens import without_added_end
 from .context import RoundContext
+from .live_batches import LiveBatches
 from .metering import MeteredTrainer
 from .models import hold_to_device, training_arguments
-from .on_policy import prompt_dataset
+from .on_policy import follow_prompts, prompt_dataset
 
 DIVERGENCES = {"reverse_kl": 1.0, "forward_kl": 0.0, "jsd": 0.5}
 """Loss variant -> the library's β, which moves from KL(teacher ‖ model) at 0 to KL(model ‖ teacher) at 1."""
 
 
-class MeteredDistillationTrainer(MeteredTrainer, DistillationTrainer):  # type: ignore[misc]
+class MeteredDistillationTrainer(LiveBatches, MeteredTrainer, DistillationTrainer):  # type: ignore[misc]
     """`DistillationTrainer` that counts tokens, the teacher's too, and takes its teacher from memory."""
 
     chat: ChatFormat | None = None
@@ -69,4 +70,5 @@ def build_trainer(context: RoundContext) -> DistillationTrainer:
     )
     trainer.chat = context.chat
     trainer.meter = context.meter
+    follow_prompts(trainer, context)
     return trainer

@@ -6,11 +6,17 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from ..adjustments import Adjustment
-from . import adjust_monitor, adjust_optimizer, adjust_policy, adjust_weights
+from . import adjust_data, adjust_monitor, adjust_optimizer, adjust_policy, adjust_weights
 from .live import Handler, LiveRound
 
 HANDLERS: Mapping[str, Handler] = MappingProxyType(
-    {**adjust_monitor.HANDLERS, **adjust_optimizer.HANDLERS, **adjust_policy.HANDLERS, **adjust_weights.HANDLERS}
+    {
+        **adjust_data.HANDLERS,
+        **adjust_monitor.HANDLERS,
+        **adjust_optimizer.HANDLERS,
+        **adjust_policy.HANDLERS,
+        **adjust_weights.HANDLERS,
+    }
 )
 """Kind of adjustment -> what carries it out; ``"none"`` and ``"stop"`` are the session's own."""
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from .context import RoundContext
-from .sft import drawn_columns, supervised_trainer
+from .sft import drawn_trainer
 
 
 def build_trainer(context: RoundContext) -> Any:
     """Return the trainer for a recipe whose text is drawn."""
-    return supervised_trainer(context, drawn_columns(context))
+    return drawn_trainer(context)

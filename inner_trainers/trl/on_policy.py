@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
 from trl.trainer.utils import add_fused_lm_head
 
@@ -16,16 +17,21 @@ from ..chat import ChatFormat
 from ..conversations import Conversation, carry_on
 from ..faults import RewardFault
 from ..messages import first_line
+from ..monitor import reward_sparsity
 from ..tasks.base import Source
 from ..tokens import without_added_end
+from .algorithms import ALGORITHMS
 from .context import RoundContext
+from .live_batches import LiveBatches
+from .live_data import LiveRows, Row, mean_by_pool
 from .metering import MeteredTrainer
+from .row_pools import ROW_NUMBER
 
 LARGEST_REWARD = 1e6
 """Largest size of a reward; far beyond it, 32-bit sums and differences of rewards say nothing."""
 
 
-class MeteredRollouts(MeteredTrainer):
+class MeteredRollouts(LiveBatches, MeteredTrainer):
     """Mixin over TRL's group-sampling trainers that counts tokens and takes reference weights from memory.
 
     Sampled and scored tokens are counted when they are made, so a rollout whose verifier raises is charged too.
@@ -103,6 +109,21 @@ class MeteredRollouts(MeteredTrainer):
             model, input_ids, attention_mask, *args, **kwargs
         )
 
+    def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Any:
+        """Return TRL's rewards, (B, reward functions), and note each source's mean and how hard each prompt was."""
+        rewards = super()._calculate_rewards(inputs, *args, **kwargs)  # type: ignore[misc]
+        rows, totals = self.live_rows, rewards.sum(dim=1).double().cpu().numpy()
+        sparsity = reward_sparsity(totals.tolist())
+        if sparsity is not None:
+            self._metrics["train"]["reward_sparsity"].append(sparsity)
+        if rows is not None:
+            numbers = np.array([prompt[ROW_NUMBER] for prompt in inputs])
+            for name, mean in mean_by_pool(rows.pools, numbers, totals).items():
+                self._metrics["train"][f"reward/{name}"].append(mean)
+            prompts, where, sizes = np.unique(numbers, return_inverse=True, return_counts=True)
+            rows.grade(prompts, 1.0 - np.bincount(where, totals) / sizes)
+        return rewards
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         batch = self._with_advantages(super()._generate_and_score_completions(inputs))  # type: ignore[misc]
         # The step that samples a batch starts with empty metrics, so these are the batch's own. What faults are found
@@ -123,7 +144,7 @@ class MeteredRollouts(MeteredTrainer):
         metrics = self._metrics["train"]
         if "loss" in logs and "reward" not in metrics:
             metrics.update({name: list(values) for name, values in self._batch_metrics.items() if name not in metrics})
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+        super().log(logs, *args, **kwargs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor]) -> Any:
         completion_mask = inputs["completion_mask"]
@@ -139,7 +160,14 @@ def made_ready(trainer: Any, context: RoundContext) -> Any:
         trainer.keep_close_to(context.reference(), context.recipe.kl_coef)
     trainer.converse(context.chat)
     trainer.meter = context.meter
+    follow_prompts(trainer, context)
     return trainer
+
+
+def follow_prompts(trainer: LiveBatches, context: RoundContext) -> None:
+    """Let the prompts of a trainer that samples change while it trains."""
+    grouped = ALGORITHMS[context.recipe.algorithm].grouped
+    trainer.follow(LiveRows(context.pools, context.seed, grouped), lambda rows: prompt_examples(context, rows))
 
 
 def policy_mask(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -149,32 +177,32 @@ def policy_mask(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def prompt_dataset(context: RoundContext) -> datasets.Dataset:
-    """Return the drawn prompts as TRL takes them, each with where it came from."""
-    names = sorted(context.sources)
-    return datasets.Dataset.from_dict(
-        {
-            "prompt": [context.row(source, index, "prompts")["prompt"] for source, index in context.draw],
-            "source_index": [names.index(source) for source, _ in context.draw],
-            "row_index": [index for _, index in context.draw],
-        }
-    )
+    """Return the drawn prompts as TRL takes them, each with its number."""
+    examples = prompt_examples(context, context.draw)
+    return datasets.Dataset.from_dict({name: [example[name] for example in examples] for name in examples[0]})
+
+
+def prompt_examples(context: RoundContext, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return prompts as TRL takes them, each with its number."""
+    pools = context.pools
+    return [
+        {"prompt": pools.source(name).rows["prompts"][index]["prompt"], ROW_NUMBER: pools.number(name, index)}
+        for name, index in rows
+    ]
 
 
 def reward_function(context: RoundContext) -> Any:
     """Return the reward function TRL calls: each completion goes to the verifier of its prompt's source."""
-    names = sorted(context.sources)
+    pools = context.pools
 
     def verified(
-        completions: list[str],
-        source_index: list[int],
-        row_index: list[int],
-        last_turn: list[str] | None = None,
-        **_: Any,
+        completions: list[str], row_number: list[int], last_turn: list[str] | None = None, **_: Any
     ) -> list[float]:
         answers = completions if last_turn is None else last_turn  # of a conversation, only how it ended
+        rows = [pools.row(number) for number in row_number]
         return [
-            verified_reward(context.sources[names[number]], index, answer)
-            for answer, number, index in zip(answers, source_index, row_index, strict=True)
+            verified_reward(pools.source(name), index, answer)
+            for answer, (name, index) in zip(answers, rows, strict=True)
         ]
 
     return verified

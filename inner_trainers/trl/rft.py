@@ -31,6 +31,7 @@ class RejectionSamplingTrainer(MeteredSFTTrainer):
     """`MeteredSFTTrainer` that makes its rows when training begins, so that sampling is a part of the round."""
 
     sample: Callable[[], Columns]
+    rows_fixed = "all of its rows are sampled before the first step"
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Sample, then train on what passed.

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import datasets
 import torch
 from trl import SFTConfig, SFTTrainer
 
+from .answer_scores import AnswerScores
 from .context import RoundContext
+from .live_batches import LiveBatches, NumberedCollator
+from .live_data import LiveRows, Row
 from .metering import MeteredTrainer
 from .models import hold_to_device, training_arguments
 from .packing import PackCollator, packed_columns
+from .row_pools import ROW_NUMBER
 
 
-class MeteredSFTTrainer(MeteredTrainer, SFTTrainer):  # type: ignore[misc]
-    """`SFTTrainer` that counts the tokens it trains on."""
+class MeteredSFTTrainer(LiveBatches, MeteredTrainer, SFTTrainer):  # type: ignore[misc]
+    """`SFTTrainer` that counts the tokens it trains on, and notes each row's mean negative log-likelihood."""
+
+    scores: AnswerScores | None = None
 
     def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], **kwargs: Any) -> Any:
         """Count, then compute TRL's loss unchanged."""
@@ -26,28 +32,48 @@ class MeteredSFTTrainer(MeteredTrainer, SFTTrainer):  # type: ignore[misc]
         self.meter.trained_tokens += inputs["input_ids"].numel() if tokens is None else int(tokens)
         self.meter.sequences += len(inputs["input_ids"])
         self.meter.supervised_tokens += int((inputs["labels"][:, 1:] != -100).sum())  # nothing predicts a first token
-        return super().compute_loss(model, inputs, **kwargs)
+        loss = super().compute_loss(model, inputs, **kwargs)
+        if self.scores is not None and self.scores.policy is not None:
+            self.note_losses(-self.scores.policy, self.scores.tokens)
+        return loss
 
 
 def build_trainer(context: RoundContext) -> Any:
     """Return the trainer for a recipe whose demonstrations are drawn."""
-    return supervised_trainer(context, drawn_columns(context), loss=context.loss)
+    return drawn_trainer(context, context.loss)
 
 
-def drawn_columns(context: RoundContext) -> dict[str, list[list[int]]]:
-    """Return the drawn rows, or packs of them, in training order."""
+def drawn_trainer(context: RoundContext, loss: str = "nll") -> Any:
+    """Return a trainer on the drawn rows, which may change while it trains, or on packs of them, which may not."""
     if context.packs:
-        return packed_columns(context.tokenised, context.packs)
-    rows = [(context.tokenised[pool], index) for pool, index in context.draw]
-    return {
-        "input_ids": [tokenised.input_ids[index] for tokenised, index in rows],
-        "labels": [tokenised.labels[index] for tokenised, index in rows],
-    }
+        trainer = supervised_trainer(context, packed_columns(context.tokenised, context.packs), loss)
+        trainer.rows_fixed = "rows are packed before the round begins"
+        return trainer
+    examples = row_examples(context, context.draw)
+    columns = {name: [example[name] for example in examples] for name in ("input_ids", "labels", ROW_NUMBER)}
+    trainer = supervised_trainer(context, columns, loss)
+    trainer.follow(LiveRows(context.pools, context.seed, grouped=False), lambda rows: row_examples(context, rows))
+    trainer.data_collator = NumberedCollator(trainer.data_collator)
+    trainer.scores = AnswerScores.of(trainer.model)
+    return trainer
+
+
+def row_examples(context: RoundContext, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return rows as TRL's collator takes them, each with its number."""
+    pools = context.pools
+    return [
+        {
+            "input_ids": pools.tokenised(pool).input_ids[index],
+            "labels": pools.tokenised(pool).labels[index],
+            ROW_NUMBER: pools.number(pool, index),
+        }
+        for pool, index in rows
+    ]
 
 
 def supervised_trainer(
     context: RoundContext,
-    columns: Mapping[str, list[list[int]]],
+    columns: Mapping[str, list[Any]],
     loss: str = "nll",
     kind: type[MeteredSFTTrainer] = MeteredSFTTrainer,
 ) -> Any:
@@ -55,7 +81,7 @@ def supervised_trainer(
 
     Args:
         context: the round.
-        columns: ``input_ids`` and ``labels`` of each row; packs have ``seq_lengths`` too.
+        columns: ``input_ids`` and ``labels`` of each row; packs have ``seq_lengths`` too, rows of pools their numbers.
         loss: ``"nll"``, the negative log-likelihood, or ``"dft"``.
         kind: class of the trainer.
     """

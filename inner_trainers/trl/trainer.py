@@ -197,6 +197,7 @@ class TrlTrainer:
         from .context import RoundContext
         from .drawing import draw_rows
         from .metering import Meter
+        from .row_pools import RowPools
         from .session import TrlSession
 
         if recipe.packing and "packing" in spec.reads:
@@ -211,6 +212,11 @@ class TrlTrainer:
             later = spec.step_tokens(now, resident.rows.lengths(spec, now))
             return self._cost(resident, now, StepTokens(trained=later.trained) if spec.samples_first else later)
 
+        def check_mix(now: Recipe) -> None:
+            check_recipe(task, now)
+            _require_positions(resident.model.template.config, spec, now, resident.rows.lengths(spec, now))
+
+        pools = RowPools(task, resident.rows, spec, recipe, drawn.tokenised, check_mix)
         module = importlib.import_module(f".{spec.module}", __package__)
 
         def build() -> Any:
@@ -231,6 +237,7 @@ class TrlTrainer:
                 precision=precision,
                 device=device,
                 meter=meter,
+                pools=pools,
                 vllm=self._vllm,
                 seconds=limit.amount if limit is not None and limit.unit == "device_seconds" else None,
                 chat=resident.rows.chat,
