@@ -8,10 +8,10 @@ from collections import deque
 LARGEST = 1e100
 """Values are clipped to this size, so that no square overflows."""
 
-CANCELLED = 1e-6
+CANCELLED = 1e-4
 """Share of its largest size since they were last exact at which moments are computed anew.
 
-A sum of squares that shrinks by subtraction keeps the rounding errors of its largest size: at this share, 10 of a
+A sum of squares that shrinks by subtraction keeps the rounding errors of its largest size: at this share, 12 of a
 float's 16 digits are left. So a jump that leaves the window leaves nothing behind, and no sum goes negative.
 """
 
