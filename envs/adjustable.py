@@ -77,6 +77,7 @@ class AdjustableEnv(PostTrainingEnv):
         self._running: RunningRound | None = None
         self._refused = False
         self._illegal = 0
+        self._applied: str | None = None
         super().__init__(task, **settings)
         if shaping:
             require_quick_evaluator(self.trainer)
@@ -116,12 +117,12 @@ class AdjustableEnv(PostTrainingEnv):
     # A round's steps ----------------------------------------------------------------------------------------------
 
     def _search_began(self) -> None:
-        self._running, self._refused, self._illegal = None, False, 0
+        self._running, self._refused, self._illegal, self._applied = None, False, 0, None
 
     def _begin(self, recipe: Recipe) -> float:
         """Begin a round and take its first steps; return the shaping reward."""
         running = self.search.begin(recipe, self._steering)
-        self._running, self._refused = running, False
+        self._running, self._refused, self._applied = running, False, None
         if not running.ended:
             running.advance()
         return self._discount * self._potential()
@@ -147,6 +148,7 @@ class AdjustableEnv(PostTrainingEnv):
                 )
             self._illegal += 1
             index = NONE
+        self._applied = CATALOGUE_NAMES[index]
         if not running.ended:
             adjustment = CATALOGUE[index].adjustment(running.sources)
             assert adjustment is not None  # a legal entry has its source
@@ -192,7 +194,7 @@ class AdjustableEnv(PostTrainingEnv):
     def _info(self, outcome: Outcome | None) -> dict[str, Any]:
         info = super()._info(outcome)
         running = self._running
-        info["illegal"], info["illegal_count"] = self._refused, self._illegal
+        info["adjustment"], info["illegal"], info["illegal_count"] = self._applied, self._refused, self._illegal
         if running is not None:
             info["ended"], info["replayed"] = None, running.origin == "written"
             info["running"] = self._running_info(running)

@@ -13,7 +13,7 @@ from ..inner_trainers.recipe import Recipe
 from ..inner_trainers.signals import SIGNALS, Z_LIMIT
 from .running import Moment
 
-OPTIONAL = ("temperature", "kl_coef", "beta", "entropy_coef", "num_generations", "gamma")
+OPTIONAL = ("temperature", "kl_coef", "beta", "entropy_coef", "num_generations", "gamma", "lora_frozen")
 """Settings that some algorithms do not have; each has a presence flag."""
 
 
@@ -57,6 +57,7 @@ CONTROL: tuple[ControlColumn, ...] = (
         for name, decades in _DECADES.items()
     ),
     ControlColumn("gamma", -1.0, "10 times the discount in force minus the recipe's, clipped"),
+    ControlColumn("lora_frozen", 0.0, "1 when of the adapters only B is trained"),
     *(ControlColumn(f"has_{name}", 0.0, f"1 when the algorithm has {name}; else its column is 0") for name in OPTIONAL),
     *(
         ControlColumn(f"mix_{slot}", 0.0, f"weight in force of source {slot} of the mix, in sorted order")
@@ -124,6 +125,7 @@ def control_row(moment: Moment | None, recipe: Recipe | None, sources: Sequence[
             values[name] = _ratio(settings[name], float(getattr(recipe, name)), RATIO_FLOOR) / decades
     if "gamma" in settings:
         values["gamma"] = 10 * (settings["gamma"] - recipe.gamma)
+    values["lora_frozen"] = settings.get("lora_frozen", 0.0)
     values |= {f"has_{name}": float(name in settings) for name in OPTIONAL}
     for slot, name in enumerate(sources[:SOURCE_SLOTS], start=1):
         weight = settings.get(f"mix.{name}", 0.0)

@@ -53,7 +53,7 @@ class FullEnv(AdjustableEnv):
             recipe = self.space.decode(action)
             if recipe is None:
                 search.stopped = True
-                self._refused = False
+                self._refused, self._applied = False, None
                 return self._observation(), 0.0, True, False, self._info(None)
             shaped = self._begin(search.fitted(recipe))
         outcome, reward = self._finished()

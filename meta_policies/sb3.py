@@ -18,6 +18,7 @@ import gymnasium as gym
 import numpy as np
 
 from ..envs.decision_space import STOP
+from ..inner_trainers.adjustments import CATALOGUE_NAMES, NONE, STOP_ROUND
 from ..inner_trainers.messages import did_you_mean
 from ..wrappers import DiscretizeAction, FlattenAction
 
@@ -28,6 +29,10 @@ NOISE = 0.3
 """Standard deviation of TD3's exploration noise, in action coordinates in [-1, 1]; without any it repeats itself."""
 STOP_RELUCTANCE = 2.5
 """Taken from the untrained logit of ``stop``; it is then chosen in about 4 % of the first decisions."""
+NONE_PREFERENCE = 2.0
+"""Added to the untrained logit of the adjustment ``none``, which is then about a third of the first adjustments."""
+
+Wrapper = type[gym.ActionWrapper[Any, Any, Any]]
 
 
 @dataclass(frozen=True)
@@ -36,15 +41,24 @@ class Sb3Algorithm:
 
     Attributes:
         target: ``module:Class``.
-        wrapper: the action wrapper that fits.
+        wrapper: the action wrapper that fits an action with recipes.
         masked: whether it takes action masks.
         defaults: keyword arguments.
+        policy: SB3's name of its policy for Dict observations.
+        discrete: whether it takes a `Discrete` action as it is, so that an environment that has one needs no wrapper.
     """
 
     target: str
-    wrapper: type[gym.ActionWrapper[Any, Any, Any]]
+    wrapper: Wrapper
     masked: bool
     defaults: Mapping[str, Any]
+    policy: str = "MultiInputPolicy"
+    discrete: bool = True
+
+    def wrapper_for(self, env: gym.Env[Any, Any]) -> Wrapper | None:
+        """Return the action wrapper that fits an environment; None where it needs none."""
+        plain = isinstance(env.unwrapped.action_space, gym.spaces.Discrete)
+        return (None if self.discrete else FlattenAction) if plain else self.wrapper
 
     def load_class(self) -> Any:
         """Import and return the class."""
@@ -62,8 +76,13 @@ SB3_ALGORITHMS: Mapping[str, Sb3Algorithm] = MappingProxyType(
         ),
         "maskable_ppo": Sb3Algorithm("sb3_contrib:MaskablePPO", DiscretizeAction, True, _ON_POLICY),
         "ppo": Sb3Algorithm("stable_baselines3:PPO", FlattenAction, False, _ON_POLICY),
-        "sac": Sb3Algorithm("stable_baselines3:SAC", FlattenAction, False, _OFF_POLICY),
-        "td3": Sb3Algorithm("stable_baselines3:TD3", FlattenAction, False, {**_OFF_POLICY, "action_noise": "normal"}),
+        "recurrent_ppo": Sb3Algorithm(
+            "sb3_contrib:RecurrentPPO", FlattenAction, False, _ON_POLICY, policy="MultiInputLstmPolicy"
+        ),
+        "sac": Sb3Algorithm("stable_baselines3:SAC", FlattenAction, False, _OFF_POLICY, discrete=False),
+        "td3": Sb3Algorithm(
+            "stable_baselines3:TD3", FlattenAction, False, {**_OFF_POLICY, "action_noise": "normal"}, discrete=False
+        ),
     }
 )
 """SB3 and sb3-contrib algorithms by the name the command line takes."""
@@ -81,8 +100,12 @@ def sb3_algorithm(name: str) -> Sb3Algorithm:
 
 
 def wrap_for(name: str, env: gym.Env[Any, Any], **arguments: Any) -> gym.Env[Any, Any]:
-    """Return ``env`` in the action wrapper that fits the algorithm, with the wrapper's own arguments."""
-    return sb3_algorithm(name).wrapper(env, **arguments)
+    """Return ``env`` in the action wrapper that fits the algorithm, with the wrapper's own arguments.
+
+    An environment whose action is a `Discrete` is returned as it is where the algorithm takes that.
+    """
+    wrapper = sb3_algorithm(name).wrapper_for(env)
+    return env if wrapper is None else wrapper(env, **arguments)
 
 
 def make_model(name: str, env: Any, seed: int, **overrides: Any) -> Any:
@@ -105,28 +128,45 @@ def make_model(name: str, env: Any, seed: int, **overrides: Any) -> Any:
     if "n_steps" in settings and "batch_size" in settings:
         rollout = settings["n_steps"] * envs
         settings["batch_size"] = min(settings["batch_size"], rollout)
-    model = algorithm.load_class()("MultiInputPolicy", env, seed=seed, **settings)
-    if algorithm.masked:
-        _make_stop_rare_at_first(model)
+    model = algorithm.load_class()(algorithm.policy, env, seed=seed, **settings)
+    _prefer_going_on_at_first(model)
     return model
 
 
-def _make_stop_rare_at_first(model: Any) -> None:
-    """Lower the untrained policy's preference for ``stop``, the first choice of the first head, by `STOP_RELUCTANCE`.
+def _prefer_going_on_at_first(model: Any) -> None:
+    """Make an untrained policy with discrete choices stop rarely, and often leave a running round alone.
 
-    With equal preferences a third of all decisions would end their episode before a round was tried.
+    With equal preferences a third of all decisions would end their episode before a round was tried, and a running
+    round would be changed at nearly every pause.
     """
     import torch
 
+    space = model.action_space
+    if not isinstance(space, gym.spaces.MultiDiscrete | gym.spaces.Discrete):
+        return
     with torch.no_grad():
-        model.policy.action_net.bias[STOP] -= STOP_RELUCTANCE
+        bias = model.policy.action_net.bias  # one logit per choice, heads one after the other
+        if isinstance(space, gym.spaces.MultiDiscrete):
+            bias[STOP] -= STOP_RELUCTANCE
+        if "control" in model.observation_space.spaces:  # the last head is the adjustment
+            first = len(bias) - len(CATALOGUE_NAMES)
+            bias[first + STOP_ROUND] -= STOP_RELUCTANCE
+            bias[first + NONE] += NONE_PREFERENCE
 
 
 def space_fingerprint(env: gym.Env[Any, Any]) -> dict[str, Any]:
-    """Return what a saved policy needs to be used again: algorithms, sources, knobs and shapes."""
+    """Return what a saved policy needs to be used again: algorithms, sources, knobs, adjustments and shapes.
+
+    Where the recipe is given, it is no part of it: a policy that adjusts rounds can be used on those of other recipes.
+    """
     base: Any = env.unwrapped
     space = base.space
+    adjustments = {"adjustments": list(CATALOGUE_NAMES)} if base.in_loop else {}
+    observation = {n: list(s.shape or ()) for n, s in base.observation_space.spaces.items()}
+    if isinstance(base.action_space, gym.spaces.Discrete):
+        return {"sources": list(space.sources), "observation": observation, **adjustments}
     return {
+        **adjustments,
         "algorithms": list(space.algorithms),
         "sources": list(space.sources),
         "parameters": {
@@ -134,7 +174,7 @@ def space_fingerprint(env: gym.Env[Any, Any]) -> dict[str, Any]:
             for n, p in space.parameters.items()
         },
         "fixed": dict(space.fixed),
-        "observation": {n: list(s.shape or ()) for n, s in base.observation_space.spaces.items()},
+        "observation": observation,
     }
 
 
@@ -144,7 +184,9 @@ def wrapper_arguments(algo: str, env: gym.Env[Any, Any]) -> dict[str, Any]:
     Raises:
         ValueError: ``env`` is not in that wrapper.
     """
-    wrapper = sb3_algorithm(algo).wrapper
+    wrapper = sb3_algorithm(algo).wrapper_for(env)
+    if wrapper is None:
+        return {}
     layer: Any = env
     while not isinstance(layer, wrapper):
         if layer is env.unwrapped:

@@ -22,6 +22,19 @@ def base_env(env: gym.Env[Any, Any]) -> PostTrainingEnv:
     return base
 
 
+def adjustment_choices(base: PostTrainingEnv) -> int:
+    """Return the number of adjustments that an action chooses from; 0 where rounds cannot be adjusted."""
+    if not base.in_loop:
+        return 0
+    space: Any = base.action_space
+    return int((space.spaces["adjustment"] if chooses_recipe(base) else space).n)
+
+
+def chooses_recipe(base: PostTrainingEnv) -> bool:
+    """Return whether an action names a recipe; where it is one adjustment alone, it does not."""
+    return isinstance(base.action_space, gym.spaces.Dict)
+
+
 def require_finite_box(action: Any, shape: tuple[int, ...]) -> np.ndarray:
     """Return the action as float64.
 
