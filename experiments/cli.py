@@ -315,6 +315,37 @@ def probe(
 
 
 @app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(help="Folder of a decision log, as run-recipe --log writes it.")],
+    plot: Annotated[
+        Path | None, typer.Option(help="Write a PNG of the loss or reward, the rate and each change.")
+    ] = None,
+    signals: Annotated[bool, typer.Option("--signals", help="Show what was seen at each change.")] = False,
+    number: Annotated[int | None, typer.Option("--round", help="Which round of the log, from 1; default: all.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a controller changed in a round while it ran, and why."""
+    from .replay import changes_table, read_stories, story_lines
+
+    stories = read_stories(run, number)
+    if as_json:
+        console.print_json(data=[story.to_dict() for story in stories])
+    for story in [] if as_json else stories:
+        _say(story.heading)
+        _say(story.summary)
+        if story.changes:
+            console.print(changes_table(story, signals))
+        for line in story_lines(story):
+            _say(line)
+    if plot is not None:
+        from .plots import plot_round
+
+        plot_round(stories[-1], plot)
+        if not as_json:
+            _say(f"plot: {plot}" + (f" (round {len(stories)})" if len(stories) > 1 else ""))
+
+
+@app.command()
 def tasks(
     task: Annotated[str, typer.Argument(help="Show an instance of this task.")] = "",
     instance: Annotated[int, typer.Option(help="Instance seed.")] = 0,

@@ -1,4 +1,4 @@
-"""Plots of a comparison and of meta-training, as PNG files drawn without a display.
+"""Plots of a comparison, of meta-training and of a controlled round, as PNG files drawn without a display.
 
 Every function returns the figure it wrote, so that a caller can look inside or draw on.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import io
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -21,11 +22,15 @@ from ..inner_trainers.files import write_atomically
 from .comparison import Comparison, EpisodeResult, Estimate, episode_grid, normalised
 from .statistics import FloatArray, bootstrap_samples
 
+if TYPE_CHECKING:
+    from .replay import RoundStory
+
 # Okabe and Ito (2008), "Color universal design": eight colours told apart with every common colour blindness.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C8C")
 LINE_STYLES = ("-", "--", "-.", ":")
 DOTS_PER_INCH = 150
 GRID_POINTS = 201
+LISTED_CHANGES = 24
 
 
 def plot_best_so_far(
@@ -180,6 +185,76 @@ def plot_training(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str
     _title(stacked[0], "Meta-training", f"n = {len(rows)} episodes", recorded > 0)
     figure.legend(*stacked[0].get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False, fontsize=9)
     return _save(figure, path)
+
+
+def plot_round(story: RoundStory, path: str | os.PathLike[str]) -> Figure:
+    """Plots a controlled round: its loss or reward, the learning rate of each step, and a numbered mark per change.
+
+    The reasons stand under the panels, by number; of very many changes the first `LISTED_CHANGES`.
+
+    Raises:
+        ValueError: the log shows neither loss nor reward.
+    """
+    if not story.curve:
+        raise ValueError("The log shows neither loss nor reward, so there is nothing to plot.")
+    notes = _change_notes(story)
+    lines = [line for _, note in notes for line in note.splitlines()]
+    figure = _empty_figure(9.0, 5.2 + 0.17 * len(lines))
+    below = (0.3 + 0.17 * len(lines)) / figure.get_figheight()
+    layout = figure.get_layout_engine()
+    if isinstance(layout, ConstrainedLayoutEngine):
+        layout.set(rect=(0.0, below, 1.0, 1.0 - below))
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    steps, values = zip(*story.curve, strict=True)
+    top.plot(steps, values, color=PALETTE[0], linewidth=1.2, gid="objective")
+    top.set_ylabel(story.objective)
+    if story.rates:
+        at, rates = zip(*story.rates, strict=True)
+        bottom.step(at, rates, where="mid", color=PALETTE[6], linewidth=1.5, gid="rate")
+        if min(rates) > 0:
+            bottom.set_yscale("log")
+    bottom.set_ylabel("learning rate")
+    bottom.set_xlabel("optimiser step")
+    actors = list(dict.fromkeys(change.by for change in story.changes))
+    for number, change in enumerate(story.changes, start=1):
+        colour, _ = _look(1 + actors.index(change.by))
+        for axes in (top, bottom):
+            if change.last > change.first:
+                axes.axvspan(change.first + 0.5, change.last + 0.5, color=colour, alpha=0.12, linewidth=0)
+            axes.axvline(change.first + 0.5, color=colour, linewidth=1.0, alpha=0.8)
+        height = 1.01 + 0.05 * (number % 3)  # neighbours stand at three heights
+        top.annotate(
+            str(number), (change.first + 0.5, height), xycoords=("data", "axes fraction"), ha="center", fontsize=8,
+            color=colour, annotation_clip=False,
+        )  # fmt: skip
+    for axes in (top, bottom):
+        _bare(axes)
+        axes.set_xlim(0.5, max(story.log.recipe.steps, steps[-1]) + 0.5)
+    top.set_title(_literal_line(story.heading), loc="left", fontsize=11, pad=26)
+    inches = figure.get_figheight()
+    height = below - 0.1 / inches
+    for colour, note in notes:
+        figure.text(0.02, height, _literal_line(note), fontsize=8, color=colour, va="top", linespacing=1.3)
+        height -= 0.17 * len(note.splitlines()) / inches
+    return _save(figure, path)
+
+
+def _change_notes(story: RoundStory) -> list[tuple[str, str]]:
+    """Returns the colour and the words of each change, wrapped to the figure's width."""
+    actors = list(dict.fromkeys(change.by for change in story.changes))
+    notes = []
+    for number, change in enumerate(story.changes[:LISTED_CHANGES], start=1):
+        what = change.what if change.count == 1 else f"{change.what} ×{change.count}"
+        text = f"{number}  step {change.steps}  {what}  ({change.by}: {change.reason})"
+        wrapped = textwrap.wrap(text, 125, subsequent_indent="      ", break_long_words=True)
+        notes.append((_look(1 + actors.index(change.by))[0], "\n".join(wrapped)))
+    left = len(story.changes) - LISTED_CHANGES
+    return [*notes, ("0.35", f"and {left} more")] if left > 0 else notes
+
+
+def _literal_line(text: str) -> str:
+    """Returns text that Matplotlib draws as it is written."""
+    return text.replace("\\", "\\\\").replace("$", r"\$")
 
 
 def _curve(episode: EpisodeResult, budget: FloatArray, on_test: bool) -> FloatArray:
