@@ -193,7 +193,8 @@ class TrlSession:
             self._ended = "stopped"
             self._executor.note(adjustment)
             return
-        self._executor.apply(adjustment)
+        with trainable_tensors():  # what is copied here is trained with on the worker
+            self._executor.apply(adjustment)
 
     def flag(self, sentence: str) -> None:
         """Add a sentence to the flags of the round's report; one that is there already is not repeated."""
