@@ -11,6 +11,7 @@ from ..messages import did_you_mean
 from ..recipe import integer_range
 from .live import Handler, LiveRound
 from .live_data import LiveRows
+from .snapshots import drop_completions
 
 _SAME = 1e-9
 
@@ -29,8 +30,13 @@ def _rows(live: LiveRound) -> LiveRows:
 
 
 def _put(live: LiveRound, **settings: object) -> None:
-    """Put data settings in force: in a trainer that has begun at once, else when it asks for its first batch."""
+    """Put data settings in force; completions of other prompts, or of another number, are not used again.
+
+    A trainer that has not begun holds them when it asks for its first batch: its loader is still to be built, for the
+    rows that the recipe drew.
+    """
     live.change(**settings)
+    drop_completions(live.trainer)
     if live.started:
         live.trainer.hold_settings()
 
@@ -54,7 +60,7 @@ class ScaleBatch:
         return _rows(live).growth_refusal(size) if size > now else None
 
     def apply(self, live: LiveRound, adjustment: Adjustment) -> None:
-        """Take the size from the next step on; completions that were sampled for the old one are not used again."""
+        """Take the size from the next step on."""
         size = nearest_batch_size(live, adjustment.number)
         assert size is not None  # else refused
         _put(live, batch_size=size)
@@ -74,7 +80,7 @@ def nearest_batch_size(live: LiveRound, factor: float) -> int | None:
     low, high = batch_sizes(live)
     unit, now = (low if live.spec.grouped else 1), live.now.batch_size
     size = unit * math.floor(now * factor / unit + 0.5)
-    size = max(size, (now // unit + 1) * unit) if factor > 1 else min(size, -(-now // unit - 1) * unit)
+    size = max(size, (now // unit + 1) * unit) if factor > 1 else min(size, (-(-now // unit) - 1) * unit)
     size = min(max(size, low), high)
     return size if (size > now) == (factor > 1) and size != now else None
 
@@ -238,6 +244,7 @@ class PreferHardRows:
     def apply(self, live: LiveRound, adjustment: Adjustment) -> None:
         """Prefer them from the next step on."""
         _rows(live).hard_share = adjustment.number
+        drop_completions(live.trainer)
 
 
 HANDLERS: Mapping[str, Handler] = MappingProxyType(
