@@ -34,8 +34,8 @@ class FourSources(TinyTask):
 
     name = "four"
 
-    def __init__(self, folder: Path, teacher: Path) -> None:
-        super().__init__(folder, verifier=graded)
+    def __init__(self, folder: Path, teacher: Path, verifier: Callable[[Any, str], float] = graded) -> None:
+        super().__init__(folder, verifier=verifier)
         self._teacher = teacher
 
     def teacher_checkpoint(self) -> Path:
@@ -52,7 +52,7 @@ class FourSources(TinyTask):
                 "preferences": [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": "hh"} for r in rows],
                 "text": [{"text": r["prompt"] + r["completion"]} for r in rows],
             }
-            quarters.append(Source(name, kinds, graded))
+            quarters.append(Source(name, kinds, plain.verifier))
         return quarters
 
 
@@ -210,6 +210,60 @@ def one_of(attribute: str, *values: float) -> Watch:
         return losses_at(trainer, attribute, values, judge)
 
     return watch
+
+
+# What a step trains on ------------------------------------------------------------------------------------------------
+
+
+def texts_of(trainer: Any, rows: torch.Tensor) -> list[str]:
+    """Return rows of token ids as text, without padding and end tokens."""
+    return [trainer.processing_class.decode(row, skip_special_tokens=True) for row in rows]
+
+
+def trained_texts(judge: Callable[[list[str]], float]) -> Watch:
+    """Return the watcher of the rows in each pass's loss; of sampled ones only the prompts."""
+
+    def watch(trainer: Any) -> list[float]:
+        used: list[float] = []
+        original = trainer.compute_loss
+
+        def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            rows = inputs["prompt_ids"] if "prompt_ids" in inputs else inputs["input_ids"]
+            used.append(judge(texts_of(trainer, rows)))
+            return original(model, inputs, *args, **kwargs)
+
+        trainer.compute_loss = compute_loss
+        return used
+
+    return watch
+
+
+rows_in_loss = trained_texts(len)
+"""Watcher of the number of rows in each pass's loss."""
+
+completions_per_prompt = trained_texts(lambda texts: len(texts) / len(set(texts)))
+"""Watcher of how many completions of each prompt are in the loss."""
+
+
+def rows_of(slot: int) -> Watch:
+    """Return the watcher of how many rows of one of the four sources are in the loss."""
+    prompts = [f"{a}{b}{c}=" for a in "abcdefgh" for b in "abcd" for c in "01"]
+    return trained_texts(lambda texts: sum(text[:4] in prompts[slot::4] for text in texts))
+
+
+def repeated_rows(trainer: Any) -> list[float]:
+    """How many rows of each step an earlier step trained on."""
+    seen: set[str] = set()
+
+    def judge(texts: list[str]) -> float:
+        again = sum(text in seen for text in texts)
+        seen.update(texts)
+        return again
+
+    return trained_texts(judge)(trainer)
+
+
+# What rewards and samples are made of ---------------------------------------------------------------------------------
 
 
 def rloo_kl(trainer: Any) -> list[float]:

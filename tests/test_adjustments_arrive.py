@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from posttrain_gym.inner_trainers.adjustments import CATALOGUE, Adjustment, catalogue_index
+from posttrain_gym.inner_trainers.adjustments import CATALOGUE, CATALOGUE_NAMES, Adjustment, catalogue_index
 from posttrain_gym.inner_trainers.base import round_id
 from posttrain_gym.inner_trainers.recipe import Recipe
 from posttrain_gym.inner_trainers.testing import write_tiny_checkpoint
@@ -22,6 +22,7 @@ from tests.adjusted_rounds import (
     Watch,
     adjusted,
     before_updates,
+    completions_per_prompt,
     gradient_norm,
     grpo_kl,
     learning_rate,
@@ -31,7 +32,10 @@ from tests.adjusted_rounds import (
     ppo_kl,
     projection_sums,
     recipe,
+    repeated_rows,
     rloo_kl,
+    rows_in_loss,
+    rows_of,
     sampling_temperature,
     weight_of,
     weight_sums,
@@ -57,11 +61,11 @@ def unadjusted(trainer: TrlTrainer, task: FourSources, asked: Recipe) -> Weights
 
 @dataclass(frozen=True)
 class Arrival:
-    """What a round's four steps use when an entry of the catalogue is applied after the second."""
+    """What a round's four steps use when an entry of the catalogue is applied after the second; None for any."""
 
     algorithm: str
     watch: Watch | Callable[[Any], Watch]
-    used: tuple[float, float, float, float]
+    used: tuple[float | None, float | None, float, float]
     changes: dict[str, Any] = field(default_factory=dict)
     patches: bool = False  # whether `watch` needs the fixture `monkeypatch` first
 
@@ -70,6 +74,7 @@ RATES = before_updates(learning_rate)
 NORMS = before_updates(gradient_norm)
 LINEAR = {"schedule": "linear"}
 NEAR = {"kl_coef": 0.1}
+TWENTY = {"batch_size": 20}
 LORA = {"lora_rank": 2, "learning_rate": 3e-2}
 
 
@@ -98,6 +103,22 @@ ARRIVALS: dict[str, list[Arrival]] = {
         Arrival("ppo", NORMS, steps(0.02, 0.01), {"max_grad_norm": 0.02}),
     ],
     "grad_clip_up": [Arrival("grpo", NORMS, steps(0.02, 0.04), {"max_grad_norm": 0.02})],
+    "batch_down": [
+        Arrival("sft", rows_in_loss, steps(8, 6)),
+        Arrival("grpo", rows_in_loss, steps(8, 4)),
+        Arrival("kto", rows_in_loss, steps(8, 6)),
+    ],
+    "batch_up": [
+        Arrival("sft", rows_in_loss, steps(8, 10)),
+        Arrival("dpo", rows_in_loss, steps(16, 20)),  # both sides of each pair
+        Arrival("rloo", rows_in_loss, steps(8, 12)),
+        Arrival("ppo", rows_in_loss, steps(8, 10)),
+    ],
+    "generations_down": [Arrival("grpo", completions_per_prompt, steps(4, 2))],
+    "generations_up": [Arrival("rloo", completions_per_prompt, steps(4, 8))],
+    **{f"mix_toward_{slot + 1}": [Arrival("sft", rows_of(slot), (None, None, 8, 8), TWENTY)] for slot in range(4)},
+    **{f"mix_away_{slot + 1}": [Arrival("sft", rows_of(slot), (None, None, 4, 4), TWENTY)] for slot in range(4)},
+    "hardest_rows": [Arrival("sft", repeated_rows, steps(0, 4)), Arrival("ppo", repeated_rows, steps(0, 4))],
     "kl_down": [
         Arrival("grpo", grpo_kl, steps(0.1, 0.067, UNKNOWN), NEAR),
         Arrival("dpo", one_of("beta", 0.1, 0.1 * 0.67), steps(0.1, 0.1 * 0.67, UNKNOWN)),
@@ -151,9 +172,25 @@ def test_the_next_step_uses_the_new_value(
     assert adjustment is not None
     watch: Any = arrival.watch(monkeypatch) if arrival.patches else arrival.watch
     report, weights, used = adjusted(trainer, four, asked, (2, adjustment), watch=watch)
-    assert used == pytest.approx(arrival.used, rel=2e-3, nan_ok=True)
+    expected = [value if asked_for is None else asked_for for value, asked_for in zip(used, arrival.used, strict=True)]
+    assert used == pytest.approx(expected, rel=2e-3, nan_ok=True)
     assert report.adjustments == ((2, adjustment),)
     assert not equal(weights, plain)
+
+
+def test_a_reset_goes_back_to_the_recipes_mix(trainer: TrlTrainer, four: FourSources) -> None:
+    toward, reset = Adjustment("mix_toward", 0.2, SOURCES[0]), Adjustment("mix_reset")
+    asked = recipe("sft", **TWENTY)
+    _, weights, used = adjusted(trainer, four, asked, (1, toward), (2, reset), watch=rows_of(0))
+    plain = adjusted(trainer, four, asked, watch=rows_of(0))[2]
+    assert used == [plain[0], 8, *plain[2:]] != plain
+    assert not equal(weights, adjusted(trainer, four, asked, (1, toward))[1])
+
+
+def test_every_entry_of_the_catalogue_is_shown_to_arrive() -> None:
+    elsewhere = ("none", "snapshot", "log_more", "log_less", "stop", "rollback", "mix_reset", "lora_freeze")
+    assert {*ARRIVALS, *elsewhere, "lora_unfreeze"} == {*CATALOGUE_NAMES}
+    assert len(ARRIVALS) + len(elsewhere) + 1 == 37
 
 
 # What leaves the weights alone ---------------------------------------------------------------------------------------
