@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 
-from posttrain_gym.meta_policies.controllers.expressions import Condition, ConditionError, View
+from posttrain_gym.meta_policies.controllers.closures import View
+from posttrain_gym.meta_policies.controllers.expressions import Condition, ConditionError
 from tests.control_states import SETTINGS, state
 
 
 def check(text: str, constants: dict[str, float] | None = None, **kwargs: Any) -> bool | None:
+    """Return what the condition comes to; that it `holds` must agree with it."""
     condition = Condition(text, constants)
-    return condition.check(View(condition.needs).look(state(**kwargs)))
+    view = View(condition.needs).look(state(**kwargs))
+    truth = condition.check(view)
+    assert condition.holds(view) is (truth is True)
+    return truth
 
 
 @pytest.mark.parametrize(

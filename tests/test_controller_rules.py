@@ -11,8 +11,9 @@ from posttrain_gym.inner_trainers.adjustments import CATALOGUE_NAMES, KINDS, Adj
 from posttrain_gym.inner_trainers.recipe import Recipe
 from posttrain_gym.meta_policies.controllers.base import Controller, Decision
 from posttrain_gym.meta_policies.controllers.catalogue import make_controller
+from posttrain_gym.meta_policies.controllers.damping import Damping, direction_of
 from posttrain_gym.meta_policies.controllers.rule_file import load_rules, parse_rules, shipped_rule_sets
-from posttrain_gym.meta_policies.controllers.rules import Damping, Rule, RulesController, RuleSet, direction_of
+from posttrain_gym.meta_policies.controllers.rules import Rule, RulesController, RuleSet
 from tests.control_states import ALL, controller, rule, state
 
 LINES = """\

@@ -30,7 +30,31 @@ from typing import Any
 from ...inner_trainers.messages import did_you_mean
 from ...inner_trainers.recipe import Recipe
 from ...inner_trainers.signals import SIGNALS, WINDOW
-from .base import ControlState
+from .closures import (
+    Holds,
+    Number,
+    Truth,
+    View,
+    all_hold,
+    all_of,
+    any_holds,
+    any_of,
+    arithmetic,
+    change_of_mean,
+    comparison,
+    comparison_holds,
+    comparison_with_constant_holds,
+    constant,
+    extreme,
+    mean_of_first,
+    mean_of_last,
+    multiple,
+    negated,
+    negation,
+    raw_signal,
+    signal_comparison_holds,
+    z_score,
+)
 
 MAX_LENGTH = 500
 """Characters of a condition."""
@@ -43,8 +67,6 @@ FUNCTIONS = ("abs", "min", "max", "present", "mean", "change", "first")
 RESERVED: frozenset[str] = frozenset({*SIGNALS, *STATE_NAMES, *FUNCTIONS, "z", "setting", "mix"})
 """Names that a constant cannot have."""
 
-_Number = Callable[["View"], "float | None"]
-_Truth = Callable[["View"], "bool | None"]
 _COMPARE: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
@@ -85,46 +107,6 @@ class ConditionError(ValueError):
         super().__init__(f"character {column + 1}: {problem}\n  {text}\n  {' ' * column}^")
 
 
-class UndefinedError(ArithmeticError):
-    """A condition came to no finite number: it is unknown at this step."""
-
-
-class View:
-    """What conditions read at one look, with the values that `mean`, `change` and `first` need.
-
-    Args:
-        needs: signal -> how many recent values are kept, and how many of the first.
-    """
-
-    __slots__ = ("_needs", "earliest", "progress", "recent", "settings", "step", "steps", "values", "z")
-
-    def __init__(self, needs: Mapping[str, int] | None = None) -> None:
-        self._needs = tuple((needs or {}).items())
-        self.recent: dict[str, list[float]] = {name: [] for name, _ in self._needs}
-        self.earliest: dict[str, list[float]] = {name: [] for name, _ in self._needs}
-        self.values: Mapping[str, float | None] = {}
-        self.z: Mapping[str, float] = {}
-        self.settings: Mapping[str, float] = {}
-        self.step = self.steps = self.progress = 0.0
-
-    def look(self, state: ControlState) -> View:
-        """Take in one state and return itself."""
-        values = self.values = state.signals.values
-        self.z, self.settings = state.signals.z, state.settings
-        self.step, self.steps = float(state.step), float(state.steps)
-        self.progress = state.step / state.steps
-        for name, kept in self._needs:
-            value = values.get(name)
-            if value is not None and math.isfinite(value):
-                recent = self.recent[name]
-                recent.append(value)
-                if len(self.earliest[name]) < kept:
-                    self.earliest[name].append(value)
-                if len(recent) > 2 * kept:  # cut now and then: deleting from the front of a list moves the rest
-                    del recent[:-kept]
-        return self
-
-
 class Condition:
     """A compiled condition.
 
@@ -135,6 +117,7 @@ class Condition:
     Attributes:
         text: as given, without surrounding blanks.
         needs: signal -> how many recent values a `View` has to keep for it.
+        holds: returns whether it is true at a view; raises as `check`, but looks no further than it has to.
 
     Raises:
         ConditionError: it cannot be read; says where.
@@ -145,7 +128,7 @@ class Condition:
             raise ValueError(f"expected a condition such as 'z.grad_norm > 3', got {text!r}.")
         self.text = re.sub(r"\s", " ", text).strip()
         compiler = _Compiler(self.text, constants or {})
-        self._check = compiler.condition()
+        self._check, self.holds = compiler.condition()
         self.needs: Mapping[str, int] = compiler.needs
 
     def check(self, view: View) -> bool | None:
@@ -167,7 +150,7 @@ class _Compiler:
         self._text, self._constants = text, constants
         self.needs: dict[str, int] = {}
 
-    def condition(self) -> _Truth:
+    def condition(self) -> tuple[Truth, Holds]:
         text = self._text
         if not text:
             raise ConditionError(text, 0, "the condition is empty; write for example 'z.grad_norm > 3'.")
@@ -185,7 +168,7 @@ class _Compiler:
             raise ConditionError(text, column, self._syntax(str(error.msg), column)) from None
         except (ValueError, MemoryError, RecursionError):
             raise ConditionError(text, 0, "too deeply nested to be read; make two rules of it.") from None
-        return self._truth(body, 1)
+        return self._truth(body, 1), self._holds(body, 1)
 
     def _syntax(self, message: str, column: int) -> str:
         if re.search(r"&&|\|\|", self._text):
@@ -209,13 +192,13 @@ class _Compiler:
 
     # Conditions ---------------------------------------------------------------------------------------------------
 
-    def _truth(self, node: ast.expr, depth: int) -> _Truth:
+    def _truth(self, node: ast.expr, depth: int) -> Truth:
         self._deep(node, depth)
         if isinstance(node, ast.BoolOp):
             parts = tuple(self._truth(value, depth + 1) for value in node.values)
-            return _all(parts) if isinstance(node.op, ast.And) else _any(parts)
+            return all_of(parts) if isinstance(node.op, ast.And) else any_of(parts)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            return _not(self._truth(node.operand, depth + 1))
+            return negation(self._truth(node.operand, depth + 1))
         if isinstance(node, ast.Compare):
             return self._comparison(node, depth)
         if isinstance(node, ast.Call) and self._function(node) == "present":
@@ -223,18 +206,58 @@ class _Compiler:
         self._number(node, depth)  # says what is wrong with it, if something is
         raise self._error(node, "a number where a condition is expected; compare it with something.")
 
-    def _comparison(self, node: ast.Compare, depth: int) -> _Truth:
+    def _comparison(self, node: ast.Compare, depth: int) -> Truth:
         for symbol in node.ops:
             if type(symbol) not in _COMPARE:
                 raise self._refused(symbol, node)
-        terms = [self._number(term, depth + 1) for term in (node.left, *node.comparators)]
-        pairs = tuple(
-            _compare(_COMPARE[type(symbol)], left, right)
-            for symbol, left, right in zip(node.ops, terms, terms[1:], strict=False)
-        )
-        return pairs[0] if len(pairs) == 1 else _all(pairs)
+        pairs = tuple(comparison(*pair) for pair in self._pairs(node, depth))
+        return pairs[0] if len(pairs) == 1 else all_of(pairs)
 
-    def _present(self, node: ast.Call) -> _Truth:
+    def _pairs(self, node: ast.Compare, depth: int) -> list[tuple[Callable[[Any, Any], bool], Number, Number]]:
+        terms = [self._number(term, depth + 1) for term in (node.left, *node.comparators)]
+        symbols = [_COMPARE[type(symbol)] for symbol in node.ops]
+        return list(zip(symbols, terms, terms[1:], strict=False))
+
+    def _holds(self, node: ast.expr, depth: int) -> Holds:
+        """Return what says whether an expression is true, without telling false from unknown.
+
+        A rule asks no more than that, between two steps of training, when nothing of it is in the processor's caches:
+        the fewer closures are called, the better.
+        """
+        if isinstance(node, ast.BoolOp):
+            parts = tuple(self._holds(value, depth + 1) for value in node.values)
+            return all_hold(parts) if isinstance(node.op, ast.And) else any_holds(parts)
+        if isinstance(node, ast.Compare):
+            pairs = tuple(self._pair_holds(node, depth))
+            return pairs[0] if len(pairs) == 1 else all_hold(pairs)
+        truth = self._truth(node, depth)
+        return lambda view: truth(view) is True
+
+    def _pair_holds(self, node: ast.Compare, depth: int) -> list[Holds]:
+        terms = [node.left, *node.comparators]
+        holds = []
+        for (symbol, left, right), first, second in zip(self._pairs(node, depth), terms, terms[1:], strict=False):
+            value = self._value(second)
+            if value is None:
+                holds.append(comparison_holds(symbol, left, right))
+            elif isinstance(first, ast.Name) and first.id in SIGNALS:
+                holds.append(signal_comparison_holds(symbol, first.id, value))
+            else:
+                holds.append(comparison_with_constant_holds(symbol, left, value))
+        return holds
+
+    def _value(self, node: ast.expr) -> float | None:
+        """Return the number that a part of the text stands for; None when it depends on what is seen."""
+        if isinstance(node, ast.Constant):
+            return self._literal(node)
+        if isinstance(node, ast.Name) and node.id in self._constants:
+            return float(self._constants[node.id])
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            inner = self._value(node.operand)
+            return None if inner is None else -inner
+        return None
+
+    def _present(self, node: ast.Call) -> Truth:
         (argument,) = self._arguments(node, 1, "present(NAME)")
         if isinstance(argument, ast.Attribute):
             kind, name = self._dotted(argument)
@@ -246,22 +269,25 @@ class _Compiler:
 
     # Numbers ------------------------------------------------------------------------------------------------------
 
-    def _number(self, node: ast.expr, depth: int) -> _Number:
+    def _number(self, node: ast.expr, depth: int) -> Number:
         self._deep(node, depth)
         if isinstance(node, ast.Constant):
-            return _constant(self._literal(node))
+            return constant(self._literal(node))
         if isinstance(node, ast.Name):
             return self._name(node)
         if isinstance(node, ast.Attribute):
             return self._attribute(node)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
             inner = self._number(node.operand, depth + 1)
-            return inner if isinstance(node.op, ast.UAdd) else _negated(inner)
+            return inner if isinstance(node.op, ast.UAdd) else negated(inner)
         if isinstance(node, ast.BinOp):
             if type(node.op) not in _ARITHMETIC:
                 raise self._refused(node.op, node.right)
             left, right = self._number(node.left, depth + 1), self._number(node.right, depth + 1)
-            return _arithmetic(_ARITHMETIC[type(node.op)], left, right, ast.unparse(node))
+            value = self._value(node.left)
+            if value is not None and isinstance(node.op, ast.Mult):
+                return multiple(value, right, ast.unparse(node))
+            return arithmetic(_ARITHMETIC[type(node.op)], left, right, ast.unparse(node))
         if isinstance(node, ast.Call):
             return self._call(node, depth)
         if isinstance(node, ast.BoolOp | ast.Compare | ast.UnaryOp):
@@ -280,14 +306,14 @@ class _Compiler:
             raise self._error(node, "the number is too large.")
         return number
 
-    def _name(self, node: ast.Name) -> _Number:
+    def _name(self, node: ast.Name) -> Number:
         name = node.id
         if name in SIGNALS:
-            return _raw(name)
+            return raw_signal(name)
         if name in STATE_NAMES:
             return operator.attrgetter(name)
         if name in self._constants:
-            return _constant(float(self._constants[name]))
+            return constant(float(self._constants[name]))
         if name in ("z", "setting"):
             raise self._error(node, f"{name} needs a name after it, for example {name}.{_EXAMPLES[name]}.")
         if name in FUNCTIONS:
@@ -296,10 +322,10 @@ class _Compiler:
         hint = f" A setting is read as setting.{name}." if name in SETTINGS else did_you_mean(name, known)
         raise self._error(node, f"unknown signal {name!r}.{hint}")
 
-    def _attribute(self, node: ast.Attribute) -> _Number:
+    def _attribute(self, node: ast.Attribute) -> Number:
         kind, name = self._dotted(node)
         if kind == "z":
-            return _z(name)
+            return z_score(name)
         return lambda view: view.settings.get(name)
 
     def _dotted(self, node: ast.Attribute) -> tuple[str, str]:
@@ -318,7 +344,7 @@ class _Compiler:
             raise self._error(node, "only z.SIGNAL, setting.NAME and setting.mix.SOURCE have a dot.")
         return head, name
 
-    def _call(self, node: ast.Call, depth: int) -> _Number:
+    def _call(self, node: ast.Call, depth: int) -> Number:
         function = self._function(node)
         if function == "present":
             raise self._error(node, "present(...) is a condition, not a number.")
@@ -330,9 +356,9 @@ class _Compiler:
             return lambda view: None if (value := inner(view)) is None else abs(value)
         arguments = self._arguments(node, None, f"{function}(x, y)")
         terms = tuple(self._number(argument, depth + 1) for argument in arguments)
-        return _extreme(min if function == "min" else max, terms)
+        return extreme(min if function == "min" else max, terms)
 
-    def _over_recent(self, node: ast.Call, function: str) -> _Number:
+    def _over_recent(self, node: ast.Call, function: str) -> Number:
         usage = f"{function}(NAME, n)"
         signal, length = self._arguments(node, 2, usage)
         name = self._signal(signal, usage)
@@ -345,7 +371,7 @@ class _Compiler:
         n = int(number)
         kept = 2 * n if function == "change" else n
         self.needs[name] = max(kept, self.needs.get(name, 0))
-        return {"mean": _mean, "change": _change, "first": _first}[function](name, n)
+        return {"mean": mean_of_last, "change": change_of_mean, "first": mean_of_first}[function](name, n)
 
     def _function(self, node: ast.Call) -> str:
         if not isinstance(node.func, ast.Name):
@@ -369,129 +395,3 @@ class _Compiler:
 
 
 _EXAMPLES = {"z": "grad_norm", "setting": "learning_rate"}
-
-
-def _all(parts: Sequence[_Truth]) -> _Truth:
-    def check(view: View) -> bool | None:
-        result: bool | None = True
-        for part in parts:
-            value = part(view)
-            if value is False:
-                return False
-            if value is None:
-                result = None
-        return result
-
-    return check
-
-
-def _any(parts: Sequence[_Truth]) -> _Truth:
-    def check(view: View) -> bool | None:
-        result: bool | None = False
-        for part in parts:
-            value = part(view)
-            if value is True:
-                return True
-            if value is None:
-                result = None
-        return result
-
-    return check
-
-
-def _not(part: _Truth) -> _Truth:
-    def check(view: View) -> bool | None:
-        value = part(view)
-        return None if value is None else not value
-
-    return check
-
-
-def _compare(symbol: Callable[[Any, Any], bool], left: _Number, right: _Number) -> _Truth:
-    def check(view: View) -> bool | None:
-        first = left(view)
-        if first is None:
-            return None
-        second = right(view)
-        return None if second is None else symbol(first, second)
-
-    return check
-
-
-def _constant(value: float) -> _Number:
-    return lambda view: value
-
-
-def _raw(name: str) -> _Number:
-    def read(view: View) -> float | None:
-        value = view.values.get(name)
-        if value is not None and not math.isfinite(value):
-            raise UndefinedError(f"{name} is {value}")
-        return value
-
-    return read
-
-
-def _z(name: str) -> _Number:
-    return lambda view: None if view.values.get(name) is None else view.z.get(name)
-
-
-def _negated(inner: _Number) -> _Number:
-    return lambda view: None if (value := inner(view)) is None else -value
-
-
-def _arithmetic(symbol: Callable[[Any, Any], Any], left: _Number, right: _Number, shown: str) -> _Number:
-    def calculate(view: View) -> float | None:
-        first = left(view)
-        if first is None:
-            return None
-        second = right(view)
-        if second is None:
-            return None
-        if symbol is operator.truediv and second == 0:
-            raise ZeroDivisionError(f"division by zero in {shown}")
-        value: float = symbol(first, second)
-        if not math.isfinite(value):
-            raise UndefinedError(f"{shown} is {value}")
-        return value
-
-    return calculate
-
-
-def _extreme(pick: Callable[..., float], terms: Sequence[_Number]) -> _Number:
-    def calculate(view: View) -> float | None:
-        values = []
-        for term in terms:
-            value = term(view)
-            if value is None:
-                return None
-            values.append(value)
-        return pick(values)
-
-    return calculate
-
-
-def _mean(name: str, n: int) -> _Number:
-    def calculate(view: View) -> float | None:
-        recent = view.recent[name]
-        return None if len(recent) < n else math.fsum(recent[-n:]) / n
-
-    return calculate
-
-
-def _first(name: str, n: int) -> _Number:
-    def calculate(view: View) -> float | None:
-        earliest = view.earliest[name]
-        return None if len(earliest) < n else math.fsum(earliest[:n]) / n
-
-    return calculate
-
-
-def _change(name: str, n: int) -> _Number:
-    def calculate(view: View) -> float | None:
-        recent = view.recent[name]
-        if len(recent) < 2 * n:
-            return None
-        return (math.fsum(recent[-n:]) - math.fsum(recent[-2 * n : -n])) / n
-
-    return calculate

@@ -11,8 +11,9 @@ from typing import Any
 import yaml
 
 from ...inner_trainers.messages import did_you_mean
+from .damping import DAMPING_WINDOW
 from .expressions import Condition
-from .rules import DAMPING_WINDOW, Rule, RuleSet, adjustment_of, check_constant_name
+from .rules import Rule, RuleSet, adjustment_of, check_constant_name
 
 DEFAULT = "default"
 MAX_BYTES = 200_000
