@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,11 @@ import pytest
 import torch
 
 from posttrain_gym.inner_trainers.adjustments import CATALOGUE, CATALOGUE_NAMES, Adjustment, catalogue_index
+from posttrain_gym.inner_trainers.recipe import Recipe
 from posttrain_gym.inner_trainers.signals import Signals
+from posttrain_gym.inner_trainers.testing import ScriptedTask, ScriptedTrainer
 from posttrain_gym.meta_policies.controllers.base import ControlState
+from posttrain_gym.meta_policies.controllers.catalogue import make_controller
 from posttrain_gym.meta_policies.controllers.cloning import (
     CloningSettings,
     LoggedRound,
@@ -26,6 +30,8 @@ from posttrain_gym.meta_policies.controllers.cloning import (
     make_module,
 )
 from posttrain_gym.meta_policies.controllers.control_view import ControlView, Outcome, objective_of
+from posttrain_gym.meta_policies.controllers.decision_log import DecisionLog
+from posttrain_gym.meta_policies.controllers.drive import drive_round
 from posttrain_gym.meta_policies.controllers.features import FEATURE_COUNT
 from posttrain_gym.meta_policies.controllers.fine_tuning import (
     VALUE_HIDDEN,
@@ -37,6 +43,8 @@ from posttrain_gym.meta_policies.controllers.fine_tuning import (
 )
 from posttrain_gym.meta_policies.controllers.net import LAYERS, PARAMETER_LIMIT, PolicyNet
 from posttrain_gym.meta_policies.controllers.net_controller import NetController
+from posttrain_gym.meta_policies.controllers.net_training import read_rounds, train_net
+from posttrain_gym.meta_policies.controllers.rules import Rule, RulesController, RuleSet
 
 from .controller_states import RECIPE, SOURCES, legal, random_state, settings, signals, state
 
@@ -48,7 +56,7 @@ def known_rule(seen: ControlState) -> str:
     values, z = seen.signals.values, seen.signals.z
     if z["loss"] > 3.0 and seen.legal[catalogue_index("lr_half")]:
         return "lr_half"
-    if (values["kl"] or 0.0) > 2.0 and seen.legal[catalogue_index("kl_up")]:
+    if (values["kl"] or 0.0) > 1.0 and seen.legal[catalogue_index("kl_up")]:
         return "kl_up"
     return "none"
 
@@ -68,10 +76,10 @@ def synthetic_log(rounds: int, steps: int = 100, seed: int = 0) -> list[LoggedRo
 
 
 def test_cloning_learns_a_known_rule() -> None:
-    net, report = clone(gather(synthetic_log(30)), seed=0)
+    net, report = clone(gather(synthetic_log(40)), seed=0, settings=CloningSettings(updates=500))
     assert report.accuracy > 0.95 > report.nothing_accuracy
     assert min(report.recall.values()) > 0.8 and set(report.recall) == {"none", "lr_half", "kl_up"}
-    assert (report.held_out_rounds, report.held_out_examples, report.train_examples) == (6, 600, 2400)
+    assert (report.held_out_rounds, report.held_out_examples, report.train_examples) == (8, 800, 3200)
     assert net.actions == ("none", "lr_half", "kl_up") and net.facts["cloning"] == report.to_dict()
     controller = NetController(net)
     controller.begin(RECIPE, SOURCES)
@@ -86,7 +94,7 @@ def test_cloning_learns_a_known_rule() -> None:
 
 def test_equal_logs_and_seeds_give_equal_nets_and_leave_random_states_alone() -> None:
     examples = gather(synthetic_log(6, 30))
-    quick = CloningSettings(epochs=3)
+    quick = CloningSettings(updates=30)
     torch.manual_seed(7)
     before = (torch.get_rng_state().clone(), np.random.get_state()[1].copy(), torch.get_num_threads())  # type: ignore[index]
     first, _ = clone(examples, seed=1, settings=quick)
@@ -120,10 +128,65 @@ def test_gathering_approximates_what_is_not_in_the_catalogue_and_leaves_out_what
 
 def test_few_rounds_are_judged_by_their_ends() -> None:
     examples = gather(synthetic_log(2, 50))
-    _, report = clone(examples, settings=CloningSettings(epochs=1))
+    _, report = clone(examples, settings=CloningSettings(updates=5))
     assert (report.held_out_rounds, report.held_out_examples, report.train_examples) == (0, 20, 80)
     with pytest.raises(ValueError, match="1 decisions are too few"):
         clone(gather([LoggedRound("x", RECIPE, SOURCES, ((state(1), Adjustment()),))]))
+
+
+# -------------------------------------------------------------------------------------------------------- from logs
+
+
+def write_log(folder: Path, controller: Any, rounds: int, steps: int = 40) -> None:
+    """Drive scripted rounds with a controller and log its decisions."""
+    task, trainer = ScriptedTask(3), ScriptedTrainer()
+    with DecisionLog(folder) as log:
+        for number in range(rounds):
+            recipe = Recipe("sft", {"left": 0.5, "right": 0.5}, steps=steps, learning_rate=1e-3)
+            session = trainer.begin(task, recipe, trainer.base(task), number)
+            drive_round(session, recipe, controller, log=log)
+            log.end(session.result()[0])
+
+
+EARLY = RuleSet(
+    "early", (Rule("early", "progress < 0.3 and setting.learning_rate_factor < 3", "lr_up", "x", cooldown=4),)
+)
+
+
+def test_a_net_is_made_from_the_logs_of_driven_rounds(tmp_path: Path) -> None:
+    write_log(tmp_path / "runs" / "a", RulesController(EARLY), 4)
+    write_log(tmp_path / "runs" / "b", RulesController(EARLY), 2)
+    quick = CloningSettings(updates=200, batch_size=64)
+    made = train_net([tmp_path / "runs"], tmp_path / "net.safetensors", seed=1, cloning=quick)
+    assert (made.rounds, made.cloning.counts) == (6, {"none": 6 * 36, "lr_up": 6 * 3})
+    assert made.cloning.accuracy > 0.95 and made.cloning.recall["lr_up"] > 0.6
+    again = train_net(
+        [tmp_path / "runs" / "a", tmp_path / "runs" / "b"], tmp_path / "again.safetensors", seed=1, cloning=quick
+    )
+    assert again.path.read_bytes() == made.path.read_bytes()
+    assert PolicyNet.load(made.path).facts["rounds"] == 6
+    controller = make_controller(f"net:{made.path}")
+    task, trainer = ScriptedTask(3), ScriptedTrainer()
+    recipe = Recipe("sft", {"left": 0.5, "right": 0.5}, steps=40, learning_rate=1e-3)
+    session = trainer.begin(task, recipe, trainer.base(task), 9)
+    driven = drive_round(session, recipe, controller)
+    assert driven.failure is None and driven.refused == 0
+    assert {adjustment.value for _, adjustment in session.result()[0].adjustments} == {1.25}
+
+
+def test_rules_that_only_said_what_they_would_do_can_be_cloned(tmp_path: Path) -> None:
+    write_log(tmp_path, RulesController(EARLY, log_only=True), 1)
+    (logged,) = read_rounds([tmp_path])
+    assert sum(adjustment == Adjustment("lr_scale", 1.25) for _, adjustment in logged.decisions) == 3
+    assert logged.sources == ("left", "right") and logged.recipe.steps == 40
+
+
+def test_folders_without_a_log_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no decisions\.jsonl in it or below"):
+        train_net([tmp_path], tmp_path / "net.safetensors")
+    (tmp_path / "decisions.jsonl").write_text('{"row": "decision"}\n')
+    with pytest.raises(ValueError, match=r"decisions\.jsonl, line 1"):
+        train_net([tmp_path], tmp_path / "net.safetensors")
 
 
 # ------------------------------------------------------------------------------------------------------- fine-tuning

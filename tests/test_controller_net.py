@@ -26,6 +26,7 @@ from posttrain_gym.meta_policies.controllers.base import (
     catalogue_candidate,
     nothing,
 )
+from posttrain_gym.meta_policies.controllers.catalogue import controller_names, make_controller
 from posttrain_gym.meta_policies.controllers.cloning import from_torch, make_module, to_torch
 from posttrain_gym.meta_policies.controllers.features import (
     FEATURE_COUNT,
@@ -403,3 +404,41 @@ def test_the_net_sees_what_the_rules_did() -> None:
     hybrid.decide(state(10, signals(kl=2.0)))
     hybrid.decide(state(18, signals(kl=0.0)))
     assert seen == [0.0, -0.5]
+
+
+# ----------------------------------------------------------------------------------------------------------- by name
+
+
+def test_nets_and_hybrids_are_made_by_name(tmp_path: Path) -> None:
+    path = random_net().save(tmp_path / "my.safetensors")
+    net = make_controller(f"net:{path}", threshold=0.9)
+    assert isinstance(net, NetController) and net.threshold == 0.9
+    hybrid = make_controller(f"hybrid:{path}", calm=0)
+    told = hybrid.describe()
+    assert isinstance(hybrid, HybridController) and told["calm"] == 0 and told["net"]["file"] == "my.safetensors"
+    assert told["danger"]["rules"] and all(rule["danger"] for rule in told["danger"]["rules"])
+    for name in controller_names():
+        assert make_controller(name).name
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "match"),
+    [
+        ("net", {}, "policy net '': no such file"),
+        ("net:missing.safetensors", {}, "policy net 'missing.safetensors': no such file"),
+        ("hybrid:missing.safetensors", {}, "policy net 'missing.safetensors': no such file"),
+        ("net:missing.safetensors", {"treshold": 1}, "unknown setting 'treshold'.*threshold"),
+        ("hybrid:missing.safetensors", {"rules": "defalt"}, "rules defalt: no such file"),
+    ],
+)
+def test_names_that_mean_no_net_are_refused(name: str, given: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        make_controller(name, **given)
+
+
+def test_a_rule_set_without_danger_makes_no_hybrid(tmp_path: Path) -> None:
+    rules = tmp_path / "calm.yaml"
+    rules.write_text("rules:\n  - {name: a, when: loss > 1, action: lr_half, reason: because}\n")
+    net = random_net().save(tmp_path / "net.safetensors")
+    with pytest.raises(ValueError, match="none is marked `danger: true`"):
+        make_controller(f"hybrid:{net}", rules=rules)

@@ -9,6 +9,8 @@ from typing import Any
 from ...inner_trainers.messages import did_you_mean
 from ...inner_trainers.recipe import Recipe
 from .base import Controller, ControlState, Decision, nothing
+from .hybrid import make_hybrid
+from .net_controller import NetController, shipped_nets
 from .rule_file import load_rules, shipped_rule_sets
 from .rules import RulesController
 from .schedules import SCHEDULES
@@ -34,7 +36,8 @@ class NoController:
 def controller_names() -> tuple[str, ...]:
     """Return the names that need no file, for messages and lists."""
     rule_sets = (f"rules:{name}" for name in shipped_rule_sets())
-    return ("none", "rules", *rule_sets, *(f"schedule:{name}" for name in SCHEDULES))
+    nets = (f"{kind}:{name}" for name in shipped_nets() for kind in ("net", "hybrid"))
+    return ("none", "rules", *rule_sets, *(f"schedule:{name}" for name in SCHEDULES), *nets)
 
 
 def make_controller(name: str, **settings: Any) -> Controller:
@@ -42,8 +45,10 @@ def make_controller(name: str, **settings: Any) -> Controller:
 
     Args:
         name: ``none``; ``rules`` or ``rules:NAME`` for a rule set that comes with the package, ``rules:FILE`` for
-            one of your own; ``schedule:NAME``.
-        settings: keyword arguments of the controller: ``log_only`` of rules, ``target`` of an adaptive KL and so on.
+            one of your own; ``schedule:NAME``; ``net:FILE`` or ``net:NAME`` for a policy net; ``hybrid:FILE`` or
+            ``hybrid:NAME`` for one behind the rules for danger.
+        settings: keyword arguments of the controller: ``log_only`` of rules, ``target`` of an adaptive KL,
+            ``threshold`` of a net and so on.
 
     Raises:
         ValueError: an unknown name, a file that cannot be read, or a setting that the controller does not have.
@@ -58,9 +63,11 @@ def make_controller(name: str, **settings: Any) -> Controller:
         if rest not in SCHEDULES:
             raise ValueError(f"controller: unknown schedule {rest!r}.{did_you_mean(rest, SCHEDULES)}")
         return _built(name, SCHEDULES[rest], settings)
+    if kind in ("net", "hybrid"):
+        return _built(name, NetController if kind == "net" else make_hybrid, settings, rest)
     raise ValueError(
         f"controller: unknown {name!r}.{did_you_mean(name, controller_names())} A rule set of your own is given as "
-        "rules:FILE.yaml."
+        "rules:FILE.yaml, a net as net:FILE.safetensors."
     )
 
 

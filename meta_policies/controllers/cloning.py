@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -103,7 +103,7 @@ class CloningSettings:
     """How a net is cloned.
 
     Attributes:
-        epochs: passes over the examples.
+        updates: gradient steps.
         batch_size: examples per gradient step.
         learning_rate: of Adam, falling to 0 as a cosine.
         weight_decay: decoupled.
@@ -115,10 +115,10 @@ class CloningSettings:
         threshold: see `PolicyNet`.
     """
 
-    epochs: int = 60
+    updates: int = 800
     batch_size: int = 256
     learning_rate: float = 5e-3
-    weight_decay: float = 0.1
+    weight_decay: float = 0.5
     balance: float = 0.5
     smoothing: float = 0.01
     held_out: float = 0.2
@@ -130,7 +130,7 @@ class CloningSettings:
         Raises:
             ValueError: one outside its range.
         """
-        require_integer("epochs", self.epochs, low=1, high=100_000)
+        require_integer("updates", self.updates, low=1, high=1_000_000)
         require_integer("batch_size", self.batch_size, low=1, high=1_000_000)
         require_number("learning_rate", self.learning_rate, low=0, high=1, low_open=True)
         require_number("weight_decay", self.weight_decay, low=0, high=10)
@@ -264,27 +264,30 @@ def _train(
     optimizer = torch.optim.AdamW(
         module.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay, foreach=False
     )
-    total = settings.epochs * math.ceil(len(actions) / settings.batch_size)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.updates)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more add up in another order, and equal runs would differ
     try:
         with torch.enable_grad():
-            for _ in range(settings.epochs):
-                order = torch.from_numpy(rng.permutation(len(actions)))
-                for batch in order.split(settings.batch_size):
-                    logits = module(features[batch]).masked_fill(~legal[batch], -1e9)
-                    log_odds = torch.log_softmax(logits, dim=1)
-                    own = log_odds.gather(1, actions[batch, None])[:, 0]
-                    rest = (log_odds * spread[batch]).sum(dim=1)
-                    loss = -((1 - settings.smoothing) * own + settings.smoothing * rest) * weights[batch]
-                    optimizer.zero_grad()
-                    loss.mean().backward()
-                    optimizer.step()
-                    schedule.step()
+            for batch in islice(_batches(len(actions), settings.batch_size, rng), settings.updates):
+                logits = module(features[batch]).masked_fill(~legal[batch], -1e9)
+                log_odds = torch.log_softmax(logits, dim=1)
+                own = log_odds.gather(1, actions[batch, None])[:, 0]
+                rest = (log_odds * spread[batch]).sum(dim=1)
+                loss = -((1 - settings.smoothing) * own + settings.smoothing * rest) * weights[batch]
+                optimizer.zero_grad()
+                loss.mean().backward()
+                optimizer.step()
+                schedule.step()
     finally:
         torch.set_num_threads(threads)
     return module
+
+
+def _batches(count: int, size: int, rng: np.random.Generator) -> Iterator[torch.Tensor]:
+    """Yield indices, pass after pass over all of them, each in an order of its own."""
+    while True:
+        yield from torch.from_numpy(rng.permutation(count)).split(size)
 
 
 def _weights(actions: np.ndarray, balance: float) -> np.ndarray:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ...inner_trainers.messages import require_integer
 from ...inner_trainers.recipe import Recipe
 from .base import Controller, ControlState, Decision, nothing
+from .net import PolicyNet
 from .net_controller import NetController
+from .rule_file import DEFAULT, load_rules
+from .rules import RulesController
 
 CALM_STEPS = 5
 """Optimiser steps after a rule for danger acted in which the net holds still."""
@@ -73,3 +77,27 @@ class HybridController:
 
     def _is_calm(self, step: int) -> bool:
         return self._acted is not None and step - self._acted < self._calm
+
+
+def make_hybrid(
+    net: PolicyNet | str | Path,
+    *,
+    rules: str | Path = DEFAULT,
+    calm: int = CALM_STEPS,
+    threshold: float | None = None,
+) -> HybridController:
+    """Return a net behind those rules of a rule set that are for danger.
+
+    Args:
+        net: as in `NetController`.
+        rules: name or file of the rule set.
+        calm: as in `HybridController`.
+        threshold: as in `NetController`.
+
+    Raises:
+        ValueError: a net or rule set that cannot be read, or one without a rule for danger.
+    """
+    danger = load_rules(rules).of_danger()
+    if danger is None:
+        raise ValueError(f"rules {rules}: none is marked `danger: true`, so none would come before the net.")
+    return HybridController(RulesController(danger), NetController(net, threshold=threshold), calm=calm)

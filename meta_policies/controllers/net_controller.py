@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,32 @@ SHOWN_PROBABILITY = 0.05
 
 _NOTHING = Adjustment()
 
+_NETS, _SUFFIX = "nets", ".safetensors"
+
+
+def shipped_nets() -> tuple[str, ...]:
+    """Return the names of the nets that come with the package, sorted."""
+    folder = resources.files(__package__) / _NETS
+    if not folder.is_dir():
+        return ()
+    names = (entry.name for entry in folder.iterdir())
+    return tuple(sorted(name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)))
+
+
+def _net_path(name: str | Path) -> Path:
+    """Return the file of a net that comes with the package, or of one of the user's.
+
+    Raises:
+        ValueError: neither.
+    """
+    if str(name) in shipped_nets():
+        return Path(str(resources.files(__package__) / _NETS / f"{name}{_SUFFIX}"))
+    if str(name) and Path(name).is_file():
+        return Path(name)
+    shipped = ", ".join(shipped_nets())
+    hint = f" With the package come: {shipped}." if shipped else ""
+    raise ValueError(f"policy net {str(name)!r}: no such file; `train_net` writes one from decision logs.{hint}")
+
 
 class NetController:
     """Does what a policy net finds most likely, when it is sure enough; else nothing. Never what is not legal.
@@ -28,7 +55,7 @@ class NetController:
     Satisfies `Controller`. Decides without torch and without drawing random numbers.
 
     Args:
-        net: the net, or its file.
+        net: the net, or its file, or the name of one that comes with the package.
         threshold: smallest probability it acts on, in [0, 1]; None for the net's own.
 
     Raises:
@@ -38,7 +65,7 @@ class NetController:
     def __init__(self, net: PolicyNet | str | Path, *, threshold: float | None = None) -> None:
         self._file: dict[str, str] = {}
         if not isinstance(net, PolicyNet):
-            path = Path(net)
+            path = _net_path(net)
             net = PolicyNet.load(path)
             self._file = {"file": path.name, "digest": file_digest(path)}
         self.net = net
