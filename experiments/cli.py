@@ -32,6 +32,7 @@ app = typer.Typer(
 errors = Console(stderr=True, highlight=False)
 INTERRUPTED = 130
 MANY = 10_000
+SHOWN_ADJUSTMENTS = 6
 DEBUG = "POSTTRAIN_GYM_DEBUG"
 """Environment variable that shows the traceback behind an error."""
 
@@ -265,14 +266,30 @@ def run_recipe(
     instance: Annotated[int, typer.Option(help="Instance seed.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the round.")] = 0,
     save: Annotated[Path | None, typer.Option(help="Write the weights here as safetensors.")] = None,
+    controller: Annotated[
+        str, typer.Option(help="Adjust the round while it runs: rules, rules:FILE.yaml, schedule:cosine, net, ...")
+    ] = "",
+    interval: Annotated[int | None, typer.Option(help="Optimiser steps between two decisions; default: 1.")] = None,
+    log: Annotated[Path | None, typer.Option(help="Folder for the log of the controller's decisions.")] = None,
+    log_level: Annotated[str, typer.Option(help="decisions, signals or timings; each has the one before.")] = "",
     on_fault: OnFault = None,
     max_round_seconds: RoundSeconds = None,
     as_json: Json = False,
 ) -> None:
     """Train one recipe from the base checkpoint and print its scores; no environment, no policy."""
+    from .run_recipe import Control
     from .run_recipe import run_recipe as run
 
-    result = run(recipe, task, instance, seed, save, _faults(on_fault, max_round_seconds))
+    control = None
+    if controller:
+        control = Control(controller, 1 if interval is None else interval, log, log_level or "decisions")
+    else:
+        for option, given in (("--interval", interval), ("--log", log), ("--log-level", log_level or None)):
+            if given is not None:
+                raise ValueError(f"{option}: it is about a controller; name one with --controller, for example rules.")
+    if log_level and log is None:
+        raise ValueError("--log-level: there is no log; name its folder with --log.")
+    result = run(recipe, task, instance, seed, save, _faults(on_fault, max_round_seconds), control)
     console.print_json(data=result) if as_json else _print_round(result)
     if result["failure"] is not None:
         raise typer.Exit(1)
@@ -574,12 +591,28 @@ def _print_round(result: dict[str, Any]) -> None:
     for split, scores in result["scores"].items():
         before = f"{scores['before']:.3f} ± {scores['before_error']:.3f}"
         console.print(f"{split:<11}{before} -> {scores['after']:.3f} ± {scores['after_error']:.3f}")
+    if "control" in result:
+        _print_control(result["control"])
     told = result["telemetry"]
     if told:
         card = f"{told['card']} ({told['reason']})" if "reason" in told else json.dumps(told)
         console.print(f"card     {plain(card)}", soft_wrap=True)
     for flag in result["flags"]:
         console.print(f"flag     {plain(flag)}")
+
+
+def _print_control(control: dict[str, Any]) -> None:
+    from ..inner_trainers.adjustments import Adjustment
+
+    told = f"{control['controller']}: {control['decisions']} decisions, {control['applied']} adjustments"
+    console.print(f"control  {plain(told)}")
+    shown = [(step, str(Adjustment.from_dict(data))) for step, data in control["adjustments"][:SHOWN_ADJUSTMENTS]]
+    more = len(control["adjustments"]) - len(shown)
+    if shown:
+        listed = ", ".join(f"{what} after step {step}" for step, what in shown) + (f", and {more} more" if more else "")
+        console.print(f"         {plain(listed)}", soft_wrap=True)
+    if control["log"] is not None:
+        _say(f"replay   posttrain-gym replay {shlex.quote(control['log'])}")
 
 
 def _say(text: str) -> None:

@@ -1,20 +1,53 @@
-"""Trains one recipe from the base checkpoint and reports its scores, without an environment."""
+"""Trains one recipe from the base checkpoint, under an in-loop controller if asked, and reports its scores."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..inner_trainers.evaluation import completion_flags
+from ..inner_trainers.messages import did_you_mean, require_integer
 from ..inner_trainers.recipe_file import load_recipe
 from ..inner_trainers.tasks import resolve_task
+from ..meta_policies.controllers.catalogue import make_controller
 from .settings import require_folder
+
+if TYPE_CHECKING:
+    from ..inner_trainers.base import TrainingSession
+    from ..inner_trainers.recipe import Recipe
+    from ..meta_policies.controllers.base import Controller
+    from ..meta_policies.controllers.decision_log import DecisionLog
+
+
+@dataclass(frozen=True)
+class Control:
+    """How a round is controlled while it runs.
+
+    Attributes:
+        controller: a name that `make_controller` takes.
+        interval: optimiser steps between two decisions, in [1, 100000].
+        log: folder of the decision log; None for none.
+        level: how much is logged, one of `decision_log.LEVELS`.
+    """
+
+    controller: str
+    interval: int = 1
+    log: Path | None = None
+    level: str = "decisions"
 
 
 def run_recipe(
-    path: Path, task: str, instance: int, seed: int, save: Path | None, faults: Mapping[str, Any] | None = None
+    path: Path,
+    task: str,
+    instance: int,
+    seed: int,
+    save: Path | None,
+    faults: Mapping[str, Any] | None = None,
+    control: Control | None = None,
 ) -> dict[str, Any]:
     """Train and score a recipe; return plain data.
 
@@ -25,12 +58,17 @@ def run_recipe(
         seed: seed of the round.
         save: where the weights go, as safetensors; None for nowhere.
         faults: settings of the TRL trainer's fault policy.
+        control: what adjusts the round while it runs; None for nothing.
+
+    Raises:
+        ValueError: a file, name or setting that is not what it should be; before any training.
     """
     recipe = load_recipe(path)
     if save is not None:
         require_folder("save", save.parent.resolve())
         if save.is_dir():
             raise ValueError(f"save: {save} is a folder; expected the name of a .safetensors file.")
+    controller = None if control is None else _controller(control)
     drawn = resolve_task(task).instance(instance)
     trainer: Any = drawn.trainer()
     if trainer is None:
@@ -41,9 +79,17 @@ def run_recipe(
     trainer.check(drawn, recipe)
     base = trainer.base(drawn)
     session = trainer.begin(drawn, recipe, base, seed)
+    controlled: dict[str, Any] | None = None
     try:
-        session.advance()
-        report, checkpoint = session.result()
+        if control is None or controller is None:
+            session.advance()
+            report, checkpoint = session.result()
+        else:
+            with nullcontext() if control.log is None else _log(control.log, control.level) as log:
+                controlled = _drive(session, recipe, controller, control, log)
+                report, checkpoint = session.result()
+                if log is not None:
+                    log.end(report)
     finally:
         session.close()
     if save is not None and checkpoint is not None:
@@ -82,4 +128,41 @@ def run_recipe(
         "telemetry": data["telemetry"],
         "scores": scores,
         "saved": None if save is None or checkpoint is None else str(save),
+        **({} if controlled is None else {"control": {**controlled, "adjustments": data["adjustments"]}}),
+    }
+
+
+def _controller(control: Control) -> Controller:
+    """Return the controller, after a look at everything else that could be wrong."""
+    from ..meta_policies.controllers.decision_log import LEVELS
+
+    require_integer("interval", control.interval, low=1, high=100_000)
+    if control.level not in LEVELS:
+        raise ValueError(f"log level: unknown {control.level!r}.{did_you_mean(control.level, LEVELS)}")
+    if control.log is not None:
+        require_folder("log", control.log)
+    return make_controller(control.controller)
+
+
+def _log(folder: Path, level: str) -> DecisionLog:
+    from ..meta_policies.controllers.decision_log import DecisionLog
+
+    return DecisionLog(folder, level)
+
+
+def _drive(
+    session: TrainingSession, recipe: Recipe, controller: Controller, control: Control, log: DecisionLog | None
+) -> dict[str, Any]:
+    """Take the round to its end; return what the controller did, as plain data."""
+    from ..meta_policies.controllers.drive import drive_round
+
+    driven = drive_round(session, recipe, controller, interval=control.interval, log=log)
+    return {
+        "controller": controller.name,
+        "interval": control.interval,
+        "log": None if control.log is None else str(control.log),
+        "decisions": driven.looks,
+        "applied": driven.applied,
+        "refused": driven.refused,
+        "failure": driven.failure,
     }
