@@ -81,9 +81,9 @@ class Monitor:
                 broken.append(name)
         loss = values["loss"]
         if loss is not None:
-            for name, number in zip(_DERIVED, self._trend.observe(loss), strict=True):
-                if number is not None:
-                    values[name], scores[name] = number, self._score(name, step, number)
+            for name, derived in zip(_DERIVED, self._trend.observe(loss), strict=True):
+                if derived is not None:
+                    values[name], scores[name] = derived, self._score(name, step, derived)
         self.signals = Signals(step, values, scores, tuple(broken))
         return self.signals
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import DistributedType
 
@@ -15,15 +14,15 @@ SAMPLED_TENSORS = 4
 """Parameter tensors whose gradients are sampled, evenly spread over those with more than one dimension."""
 
 SAMPLED_ENTRIES = 1024
-"""Entries of each that are looked at, evenly spread."""
+"""Entries of each that are looked at, at most, evenly spread."""
 
-_FACTS = 7  # what `_signals` reads before the norms of the tensors
+_FACTS = 9  # numbers that `_signals` takes, before the norms of the tensors
 
 
 class GradientMeter:
     """Clips gradients as the library does, and measures them on the way.
 
-    Exact at every level: the largest over the smallest norm of a parameter tensor (tensors whose gradient is exactly 0
+    Exact at either level: the largest over the smallest norm of a parameter tensor (tensors whose gradient is exactly 0
     are left out; absent when all are), the clip ratio, and the mean square of the entries, which the whole norm gives.
     The mean of the entries and the cosine with the step before are those of a fixed sample, at most `SAMPLED_TENSORS`
     times `SAMPLED_ENTRIES` entries; nothing else is kept of a gradient. Measured exactly, both are of all entries, and
@@ -43,14 +42,17 @@ class GradientMeter:
     def __init__(self, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
         self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
+        self._sizes = sum(parameter.numel() for parameter in self._parameters)
         self._uniform = _alike(self._parameters)
-        self._sampled: list[torch.nn.Parameter] = []
-        self._last: tuple[Any, Any] | None = None  # (what identifies the entries, the entries and their square)
+        self._known, self._usual = -1, False
+        self._sample: _Sample | None = None
+        self._copies: list[torch.Tensor] | None = None  # of the last gradients, when they are measured exactly
+        self._last_square = torch.zeros(())
         self._facts: Any = None
         self._pinned: torch.Tensor | None = None
         self._copied: Any = None
         self._shown: list[str] = []
-        self._entries = self._looked_at = 0
+        self._entries = self._looked_at = 1
         self._max_norm = math.inf
         self.seconds = 0.0
 
@@ -65,22 +67,20 @@ class GradientMeter:
             exact: whether to measure exactly.
         """
         self._facts = None
-        pairs = [(name, p) for name, p in zip(self._names, self._parameters, strict=True) if p.grad is not None]
-        gradients: list[torch.Tensor] = [p.grad for _, p in pairs]  # type: ignore[misc]
-        if not gradients or accelerator.distributed_type != DistributedType.NO:
-            return None
-        if not (self._uniform or _alike(gradients)) or gradients[0].device.type not in ("cpu", "cuda"):
+        gradients: list[torch.Tensor] = [p.grad for p in self._parameters if p.grad is not None]
+        if not (self._uniform and len(gradients) == self._known):  # a tensor's gradient is always of the same kind
+            self._known = len(gradients)
+            self._usual = _alike(gradients) and accelerator.distributed_type == DistributedType.NO
+        if not self._usual:
             return None
         accelerator.unscale_gradients()
         with torch.no_grad():
             # as torch.nn.utils.get_total_norm, which does not return the norms that it makes
             norms = torch.stack(torch._foreach_norm(gradients, 2.0))
-            norm = torch.linalg.vector_norm(norms, 2.0)
+            norm: torch.Tensor = torch.linalg.vector_norm(norms, 2.0)
             began = time.perf_counter()
             self._max_norm = max_norm
-            self._entries = sum(map(torch.Tensor.numel, gradients))
-            self._shown = [name for name, _ in pairs] if exact else []
-            self._measure(pairs, gradients, norms, norm, exact)
+            self._measure(gradients, norms, norm, exact)
             self.seconds = time.perf_counter() - began
             torch.nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
         return norm
@@ -99,67 +99,42 @@ class GradientMeter:
 
     # What is measured -------------------------------------------------------------------------------------------
 
-    def _measure(
-        self,
-        pairs: Sequence[tuple[str, torch.nn.Parameter]],
-        gradients: list[torch.Tensor],
-        norms: torch.Tensor,
-        norm: torch.Tensor,
-        exact: bool,
-    ) -> None:
-        if exact:
-            self._looked_at = self._entries
-            total, square, dot, before = self._all_entries([name for name, _ in pairs], gradients, norm)
-        else:
-            total, square, dot, before = self._sample(pairs)
+    def _measure(self, gradients: list[torch.Tensor], norms: torch.Tensor, norm: torch.Tensor, exact: bool) -> None:
+        everything = len(gradients) == len(self._parameters)
+        self._entries = self._sizes if everything else sum(map(torch.Tensor.numel, gradients))
+        products = self._products_of_all(gradients, norm) if exact else self._products_of_sample()
         if norm.device.type == "cpu":
-            found = norms.double().numpy()
-            with np.errstate(all="ignore"):
-                smallest = found[found != 0].min(initial=np.inf)
-            facts = [norm, found.max(), smallest, total, square, dot, before]
-            self._facts = [*map(float, facts), *(found.tolist() if exact else ())]
+            found: list[float] = norms.tolist()
+            smallest: Any = min(filter(None, found), default=math.inf)
+            self._facts = [norm.item(), max(found), smallest, *products.tolist(), *(found if exact else ())]
             return
         smallest = torch.where(norms != 0, norms, math.inf).amin()
-        facts = [norm, norms.amax(), smallest, total, square, dot, before]
-        self._copy(torch.cat([torch.stack([fact.double() for fact in facts]), norms.double()[: len(self._shown)]]))
+        facts = [torch.stack([norm, norms.amax(), smallest]).double(), products.double()]
+        self._copy(torch.cat([*facts, norms.double()] if exact else facts))
 
-    def _sample(self, pairs: Sequence[tuple[str, torch.nn.Parameter]]) -> tuple[Any, Any, Any, Any]:
-        """Return sum, square and product with the last step of the sampled entries, and the last step's square."""
-        if not self._sampled or any(parameter.grad is None for parameter in self._sampled):
-            self._sampled, self._last = _spread([parameter for _, parameter in pairs]), None
-        parts = [_entries_of(parameter.grad) for parameter in self._sampled]
-        entries: Any = torch.cat(parts).double()
-        self._looked_at = entries.numel()
-        if entries.device.type == "cpu":
-            entries = entries.numpy()  # several times as fast for so few
-        square = entries.dot(entries)
-        last, before = self._remembered(("sample", self._looked_at))
-        dot = square if last is None else entries.dot(last)
-        self._last = (("sample", self._looked_at), (entries, square))
-        return entries.sum(), square, dot, _absent_like(square) if before is None else before
+    def _products_of_sample(self) -> torch.Tensor:
+        """Return the products of ones, last and new entries with the last and the new, of a sample: (6,)."""
+        self._shown, self._copies = [], None
+        sample = self._sample
+        if sample is None or not sample.is_there():
+            sample = self._sample = _Sample([p for p in self._parameters if p.grad is not None])
+        self._looked_at = sample.count
+        return sample.products()
 
-    def _all_entries(self, names: list[str], gradients: list[torch.Tensor], norm: torch.Tensor) -> Any:
+    def _products_of_all(self, gradients: list[torch.Tensor], norm: torch.Tensor) -> torch.Tensor:
         """Return the same of all entries, and keep a copy of them."""
-        total = torch.stack([gradient.sum(dtype=torch.float64) for gradient in gradients]).sum()
+        self._sample, self._looked_at = None, self._entries
+        last, shown = self._copies, self._shown
+        self._shown = [name for name, p in zip(self._names, self._parameters, strict=True) if p.grad is not None]
         square = norm.double() ** 2
-        last, before = self._remembered(names)
-        dot = square
-        if last is not None:
-            products = zip(gradients, last, strict=True)
-            dot = torch.stack([torch.linalg.vecdot(a.double().flatten(), b.double().flatten()) for a, b in products])
-            dot = dot.sum()
-            torch._foreach_copy_(last, gradients)
-        else:
-            last = [gradient.clone() for gradient in gradients]
-        self._last = (names, (last, square))
-        return total, square, dot, _absent_like(square) if before is None else before
-
-    def _remembered(self, what: Any) -> tuple[Any, Any]:
-        """Return the last step's entries and their square when they are those of the same tensors, else Nones."""
-        if self._last is None or self._last[0] != what:
-            return None, None
-        entries, square = self._last[1]
-        return entries, square
+        dot, before = torch.zeros_like(square), torch.zeros_like(square)
+        if last is not None and shown == self._shown:
+            pairs = zip(gradients, last, strict=True)
+            dot = torch.stack([torch.dot(a.flatten().double(), b.flatten().double()) for a, b in pairs]).sum()
+            before = self._last_square
+        self._copies, self._last_square = [gradient.clone() for gradient in gradients], square
+        total = torch.stack([gradient.sum(dtype=torch.float64) for gradient in gradients]).sum()
+        return torch.stack([torch.zeros_like(total), total, before, dot, dot, square])
 
     def _copy(self, facts: torch.Tensor) -> None:
         """Begin to copy the figures to the CPU, behind what the device still has to do."""
@@ -170,46 +145,66 @@ class GradientMeter:
         self._copied.record(torch.cuda.current_stream(facts.device))
         self._facts = self._pinned
 
-    def _signals(
-        self, norm: float, largest: float, smallest: float, total: float, square: float, dot: float, before: float
-    ) -> dict[str, float]:
+    def _signals(self, norm: float, largest: float, smallest: float, *products: float) -> dict[str, float]:
         """Return the signals; what cannot be said is left out, what the gradient has ruined is NaN."""
         if not math.isfinite(norm):
-            names = ("grad_norm_ratio", "grad_variance", "grad_clip_ratio")
-            return dict.fromkeys(names, math.nan)
-        found = {
-            "grad_variance": max(0.0, norm**2 / self._entries - (total / self._looked_at) ** 2),
-            "grad_clip_ratio": min(1.0, self._max_norm / (norm + 1e-6)),  # the library's own formula
-        }
+            return dict.fromkeys(("grad_norm_ratio", "grad_variance", "grad_clip_ratio"), math.nan)
+        _, total, before, dot, _, square = products
+        found = {"grad_clip_ratio": min(1.0, self._max_norm / (norm + 1e-6))}  # the library's own formula
+        variance = norm**2 / self._entries - (total / self._looked_at) ** 2
+        if math.isfinite(variance):
+            found["grad_variance"] = max(0.0, variance)
         if 0 < smallest < math.inf:
             found["grad_norm_ratio"] = largest / smallest
-        if square > 0 and 0 < before < math.inf:
+        if 0 < square < math.inf and 0 < before < math.inf and math.isfinite(dot):
             found["grad_cosine"] = max(-1.0, min(1.0, dot / (math.sqrt(square) * math.sqrt(before))))
         return found
 
 
+class _Sample:
+    """A fixed sample of the entries of some gradients, and their values at the last step.
+
+    Args:
+        parameters: those that have a gradient; some are chosen, evenly spread over the matrices among them.
+
+    Attributes:
+        count: entries.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        candidates = [parameter for parameter in parameters if parameter.dim() > 1] or list(parameters)
+        number, last = min(SAMPLED_TENSORS, len(candidates)), len(candidates) - 1
+        self._chosen = [candidates[round(last * place / max(1, number - 1))] for place in range(number)]
+        self._places = []
+        for parameter in self._chosen:
+            stride = -(-parameter.numel() // SAMPLED_ENTRIES)
+            self._places.append(((-(-parameter.numel() // stride),), (stride,)))
+        self.count = sum(size for (size,), _ in self._places)
+        self._rows = torch.zeros(3, self.count, device=parameters[0].device)  # ones, the last values, the new
+        self._rows[0] = 1.0
+        self._last, self._new, self._last_and_new = self._rows[1], self._rows[2], self._rows[1:].t()
+
+    def is_there(self) -> bool:
+        """Return whether all that is sampled has a gradient."""
+        return all(parameter.grad is not None for parameter in self._chosen)
+
+    def products(self) -> torch.Tensor:
+        """Take in the gradients; return the products of ones, last and new values with the last and the new: (6,)."""
+        parts = []
+        for parameter, (size, stride) in zip(self._chosen, self._places, strict=True):
+            gradient: Any = parameter.grad
+            whole = gradient.is_contiguous()
+            parts.append(gradient.as_strided(size, stride) if whole else gradient.flatten()[:: stride[0]])
+        torch.cat(parts, out=self._new)
+        found = torch.mm(self._rows, self._last_and_new).flatten()
+        self._last.copy_(self._new)
+        return found
+
+
 def _alike(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether the tensors share one device, dtype and layout, and none is a shard of another."""
+    """Return whether the tensors are plain ones that share a dtype and a device, the CPU or CUDA."""
     kinds = {(tensor.device, tensor.dtype, tensor.layout) for tensor in tensors}
-    return len(kinds) == 1 and all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
-
-
-def _spread(parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    """Return some of the parameters, evenly spread over the matrices among them."""
-    candidates = [parameter for parameter in parameters if parameter.dim() > 1] or list(parameters)
-    places = np.linspace(0, len(candidates) - 1, min(SAMPLED_TENSORS, len(candidates))).round()
-    return [candidates[int(place)] for place in places]
-
-
-def _entries_of(gradient: Any) -> torch.Tensor:
-    """Return at most `SAMPLED_ENTRIES` entries of a gradient, evenly spread, as a view where that can be."""
-    stride = -(-gradient.numel() // SAMPLED_ENTRIES)
-    if gradient.is_contiguous():
-        entries: torch.Tensor = gradient.as_strided((-(-gradient.numel() // stride),), (stride,))
-        return entries
-    return gradient.flatten()[::stride]  # type: ignore[no-any-return]
-
-
-def _absent_like(square: Any) -> Any:
-    """Return the square of a step there was not, which no cosine is taken with: 0."""
-    return square * 0
+    if len(kinds) != 1 or not all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
+        return False
+    device, _, layout = kinds.pop()
+    return device.type in ("cpu", "cuda") and layout is torch.strided
