@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from .live_data import LiveRows, Row, mean_by_pool
 from .memory import memory_in_use, peak_memory
 from .metering import Meter
 from .row_pools import ROW_NUMBER
+from .snapshots import drop_completions
 
 _PEAKS_AT_FIRST, _PEAKS_LATER = 3, 16
 """Steps at a new batch size whose memory is looked at, and every how many steps it is afterwards."""
@@ -60,20 +62,13 @@ class LiveBatches:
         self._noted: list[tuple[NDArray[np.int64], torch.Tensor, torch.Tensor]] = []
 
     def hold_settings(self) -> None:
-        """Put the batch size and number of completions in force into the trainer; drop completions sampled before."""
+        """Let the trainer hold the batch size and the number of completions per prompt that are in force."""
         assert self.live_rows is not None and self.live_rows.live is not None
         now = self.live_rows.live.now
         trainer: Any = self
-        if trainer.args.per_device_train_batch_size != now.batch_size:
-            trainer.args.per_device_train_batch_size = now.batch_size
-            self._drop_completions()
-        if trainer.live_rows.grouped and trainer.num_generations != now.num_generations:
+        trainer.args.per_device_train_batch_size = now.batch_size
+        if self.live_rows.grouped:
             trainer.num_generations = trainer.args.num_generations = now.num_generations
-            self._drop_completions()
-
-    def _drop_completions(self) -> None:
-        if getattr(self, "_buffered_inputs", None) is not None:
-            self._buffered_inputs: Any = None
 
     # Batches ----------------------------------------------------------------------------------------------------
 
@@ -197,8 +192,9 @@ class LiveBatches:
         rows.too_large = too_large if rows.too_large is None else min(too_large, rows.too_large)
         live.change(batch_size=size)
         self.hold_settings()
-        self._drop_completions()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        drop_completions(self)
+        if self._on_cuda:
+            gc.collect()  # what the passes held may hang on a cycle
             torch.cuda.empty_cache()
         if self._step_rows is not None:
             rows.take_back()
