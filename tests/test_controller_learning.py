@@ -18,7 +18,7 @@ import torch
 from posttrain_gym.inner_trainers.adjustments import CATALOGUE, CATALOGUE_NAMES, Adjustment, catalogue_index
 from posttrain_gym.inner_trainers.recipe import Recipe
 from posttrain_gym.inner_trainers.signals import Signals
-from posttrain_gym.inner_trainers.testing import ScriptedTask, ScriptedTrainer
+from posttrain_gym.inner_trainers.testing import ScriptedFamily, ScriptedTask, ScriptedTrainer
 from posttrain_gym.meta_policies.controllers.base import ControlState
 from posttrain_gym.meta_policies.controllers.catalogue import make_controller
 from posttrain_gym.meta_policies.controllers.cloning import (
@@ -32,7 +32,7 @@ from posttrain_gym.meta_policies.controllers.cloning import (
 from posttrain_gym.meta_policies.controllers.control_view import ControlView, Outcome, objective_of
 from posttrain_gym.meta_policies.controllers.decision_log import DecisionLog
 from posttrain_gym.meta_policies.controllers.drive import drive_round
-from posttrain_gym.meta_policies.controllers.features import FEATURE_COUNT
+from posttrain_gym.meta_policies.controllers.features import FEATURE_COUNT, FEATURE_NAMES, Features
 from posttrain_gym.meta_policies.controllers.fine_tuning import (
     VALUE_HIDDEN,
     FineTuningSettings,
@@ -309,6 +309,12 @@ def test_fine_tuning_is_repeatable_and_puts_random_states_back() -> None:
     assert (np.random.get_state()[1] == states[2]).all()  # type: ignore[index]
 
 
+def test_softening_is_undone_in_what_comes_out() -> None:
+    net, still = untrained(0), replace(QUICK, rollout=19, learning_rate=1e-12, softening=4.0)
+    tuned, _ = fine_tune(net, [RateRound], decisions=19, settings=still)
+    assert all(np.allclose(tuned.weights[name], net.weights[name], atol=1e-6) for name in LAYERS)
+
+
 def test_the_benchmark_reward_can_be_what_is_learned_from() -> None:
     settings = replace(QUICK, rollout=19, objective="benchmark")
     _, report = fine_tune(untrained(0), [RateRound], decisions=57, seed=0, settings=settings)
@@ -331,6 +337,60 @@ def test_the_sb3_actor_is_the_net_and_all_of_it_has_at_most_15_000_parameters() 
         odds = model.policy.get_distribution(torch.from_numpy(observation), mask).distribution.probs[0]  # type: ignore[union-attr]
     np.testing.assert_allclose(odds.numpy(), net.probabilities(observation[0], mask), atol=1e-6)
     assert (odds.numpy()[~mask] == 0.0).all()
+
+
+# ---------------------------------------------------------------------------------------------- the real environment
+
+
+def in_loop(**more: Any) -> gym.Env[Any, Any]:
+    recipe = Recipe("sft", {"left": 0.5, "right": 0.5}, steps=20, learning_rate=1e-3)
+    return gym.make("PostTrain/InLoop-v0", task=ScriptedFamily(), recipe=recipe, interval=2, **more)
+
+
+def test_a_view_of_the_in_loop_environment_shows_what_a_controller_sees() -> None:
+    view = ControlView(in_loop(), actions=["lr_double", "kl_up"])
+    seen, _ = view.reset(seed=0)
+    running: Any = view.unwrapped.running  # type: ignore[attr-defined]
+    assert view.observation_space.contains(seen)
+    assert [CATALOGUE_NAMES[i] for i in np.flatnonzero(view.action_masks())] == ["none", "lr_double"]  # sft has no KL
+    loss = running.moments[-1].signals.values["loss"]
+    seen, _, ended, _, info = view.step(catalogue_index("lr_double"))
+    outcome: Outcome = info["control"]
+    assert (outcome.decided_at, outcome.step, outcome.kind, outcome.ended) == (2, 4, "loss", False) and not ended
+    assert outcome.before == -loss and outcome.after == -running.moments[-1].signals.values["loss"]
+
+    features = Features()
+    features.begin(running.recipe, running.sources)
+    for moment in running.moments:
+        now = ControlState(moment.step, 20, moment.signals, moment.settings, running.sources, moment.legal)
+        expected = features.vector(now).copy()
+        if moment.step == 2:
+            features.note(Adjustment("lr_scale", 2.0), 2)
+    np.testing.assert_array_equal(seen, expected)
+    assert seen[FEATURE_NAMES.index("setting.learning_rate_factor")] == pytest.approx(1 / 6)
+    view.close()
+
+
+def test_a_failed_round_counts_the_steps_it_lost() -> None:
+    view = ControlView(in_loop(trainer=ScriptedTrainer(faults={0: [1.0, 1.0, 1.0, 1.0, math.nan]})))
+    view.reset(seed=0)
+    assert not view.step(0)[2]
+    _, _, ended, _, info = view.step(0)
+    assert ended and info["round"]["failure"]["kind"] == "diverged"
+    assert info["control"].ended and info["control"].steps_lost == 15  # it failed in step 5 of 20
+    view.close()
+
+
+def test_fine_tuning_runs_on_the_in_loop_environment() -> None:
+    net = untrained(0)
+    tuned, report = fine_tune(net, [in_loop], decisions=36, seed=0, settings=replace(QUICK, rollout=18))
+    assert report.decisions == 36 and report.rounds >= 2 and len(report.rollouts) == 2
+    assert any((tuned.weights[name] != net.weights[name]).any() for name in LAYERS)
+    controller = NetController(tuned)
+    task, trainer = ScriptedTask(3), ScriptedTrainer()
+    recipe = Recipe("sft", {"left": 0.5, "right": 0.5}, steps=20)
+    driven = drive_round(trainer.begin(task, recipe, trainer.base(task), 0), recipe, controller)
+    assert driven.failure is None and driven.refused == 0
 
 
 # -------------------------------------------------------------------------------------------------- improvement worth

@@ -55,7 +55,8 @@ class FineTuningSettings:
         entropy: weight of the entropy bonus.
         clip_range: how far a probability ratio may move from 1.
         target_kl: an update ends early when it has moved the policy by more than 1.5 times this.
-        softening: what the net's logits are divided by at the start, at least 1: a cloned net is too sure to explore.
+        softening: what the net's logits are divided by while it is fine-tuned, at least 1: a cloned net is too sure to
+            explore.
     """
 
     objective: str = "improvement"
@@ -149,7 +150,7 @@ def fine_tune(
             watch = ImprovementReturns(settings, write=not by_benchmark)
             model.learn(decisions, callback=watch)
             report = FineTuningReport(model.num_timesteps, watch.rounds, watch.rollouts)
-            tuned = _exported(model, net)
+            tuned = _exported(model, net, settings)
         finally:
             vector.close()
     facts = {**net.facts, "fine_tuning": {"seed": seed, "settings": asdict(settings), **report.to_dict()}}
@@ -326,12 +327,14 @@ def _actor(model: MaskablePPO) -> list[torch.nn.Parameter]:
     return [*policy.mlp_extractor.policy_net.parameters(), *policy.action_net.parameters()]
 
 
-def _exported(model: MaskablePPO, net: PolicyNet) -> PolicyNet:
-    """Return the model's actor as a net that may choose what ``net`` may."""
+def _exported(model: MaskablePPO, net: PolicyNet, settings: FineTuningSettings) -> PolicyNet:
+    """Return the model's actor as a net that may choose what ``net`` may, as sure as it was before it was softened."""
     weights = {
         name: parameter.detach().numpy().astype(np.float32, copy=True)
         for name, parameter in zip(LAYERS, _actor(model), strict=True)
     }
+    for name in ("output.weight", "output.bias"):
+        weights[name] *= np.float32(settings.softening)
     return replace(net, weights=weights)
 
 
