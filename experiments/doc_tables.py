@@ -5,9 +5,82 @@ python -m posttrain_gym.experiments.doc_tables
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from ..inner_trainers.adjustments import CATALOGUE, KINDS
 from ..inner_trainers.base import CAUSES
 from ..inner_trainers.fault_kinds import FAULTS
-from ..inner_trainers.trl.algorithms import ALGORITHMS
+from ..inner_trainers.trl.algorithms import ALGORITHMS, AlgorithmSpec
+
+
+def _all(spec: AlgorithmSpec) -> bool:
+    return True
+
+
+def _rows_change(spec: AlgorithmSpec) -> bool:
+    return not spec.samples_first
+
+
+_NOTHING_NEW = "no step was taken since the start, the last snapshot or the last rollback"
+_MIX = "rows are packed; a source without fitting rows"
+_REFUSED: Mapping[str, tuple[Callable[[AlgorithmSpec], bool], str]] = MappingProxyType(
+    {
+        "none": (_all, ""),
+        "stop": (_all, ""),
+        "snapshot": (_all, _NOTHING_NEW),
+        "rollback": (_all, _NOTHING_NEW),
+        "log_more": (_all, "everything is measured already"),
+        "log_less": (_all, "nothing more is measured than on a sample"),
+        "lr_scale": (_all, "the peak would leave a recipe's range"),
+        "lr_restart": (_all, "the next step's rate would not change: before the first step, or a flat schedule"),
+        "batch_scale": (_rows_change, "rows are packed; no other size is legal; memory would not hold it"),
+        "grad_clip_scale": (_all, "the norm would leave a recipe's range"),
+        "kl_scale": (
+            lambda spec: bool({"kl_coef", "beta"} & {*spec.reads}),
+            "it is 0 and would be lowered, or raised without a reference: a round has one when it began with a "
+            "`kl_coef` above 0, or with adapters",
+        ),
+        "entropy_scale": (lambda spec: "entropy_coef" in spec.reads, "it is 0 and would be lowered"),
+        "gamma_add": (lambda spec: "gamma" in spec.reads, "it is at that end of [0, 1] already"),
+        "temperature_scale": (
+            lambda spec: "temperature" in spec.reads and not spec.samples_first,
+            "it would leave [0.05, 5]",
+        ),
+        "generations_step": (
+            lambda spec: spec.grouped and not spec.samples_first,
+            "no other number from 2 on in that direction divides the completions of a step",
+        ),
+        "mix_toward": (_rows_change, f"{_MIX}; the source is the whole mix already"),
+        "mix_away": (_rows_change, f"{_MIX}; the source has no weight, or is the only one"),
+        "mix_reset": (_rows_change, "rows are packed; the recipe's mix is in force and no hard rows are preferred"),
+        "hardest_rows": (
+            lambda spec: _rows_change(spec) and (spec.on_policy or not spec.sampled),
+            "rows are packed; no row was trained on yet; that share is drawn already",
+        ),
+        "lora_freeze": (lambda spec: spec.adapters, "`lora_rank` is 0; they are frozen already"),
+        "lora_unfreeze": (lambda spec: spec.adapters, "`lora_rank` is 0; they are not frozen"),
+    }
+)
+"""Kind of adjustment -> which algorithms can ever take it, and when it is refused besides."""
+
+
+def adjustments_table() -> str:
+    """Return the Markdown table of adjustments: one row for each kind, with its entries of the catalogue."""
+    lines = [
+        "| adjustment | in the catalogue | what it does | algorithms | refused when |",
+        "|---|---|---|---|---|",
+    ]
+    for kind, (applies, refused) in _REFUSED.items():
+        entries = ", ".join(
+            f"`{entry.name}`" + ("" if KINDS[kind].low is None else f" ({entry.value:g})")
+            for entry in CATALOGUE
+            if entry.kind == kind
+        )
+        names = [name for name, spec in ALGORITHMS.items() if applies(spec)]
+        algorithms = "all" if len(names) == len(ALGORITHMS) else ", ".join(f"`{name}`" for name in names)
+        lines.append(f"| `{kind}` | {entries} | {KINDS[kind].summary} | {algorithms} | {refused} |")
+    return "\n".join(lines)
 
 
 def algorithm_table() -> str:
@@ -33,7 +106,7 @@ def fault_table() -> str:
 
 def main() -> None:
     """Print the tables."""
-    print(algorithm_table(), fault_table(), sep="\n\n")
+    print(algorithm_table(), fault_table(), adjustments_table(), sep="\n\n")
 
 
 if __name__ == "__main__":
