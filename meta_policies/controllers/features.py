@@ -119,11 +119,14 @@ FEATURE_NAMES: tuple[str, ...] = (
 FEATURE_COUNT = len(FEATURE_NAMES)
 
 _COUNT = len(_SIGNAL_NAMES)
-_Z, _PRESENT, _LEVEL = slice(0, _COUNT), slice(_COUNT, 2 * _COUNT), slice(2 * _COUNT, 3 * _COUNT)
-_REST = slice(3 * _COUNT, FEATURE_COUNT)
 _of_signals = itemgetter(*_SIGNAL_NAMES)
 _SCALES = tuple(LEVEL_SCALES.get(name, 1.0) for name in _SIGNAL_NAMES)
-_UNCLOCKED = np.array([0.0 if kind.clocked else 1.0 for kind in SIGNALS.values()] * 3, dtype=np.float32)
+_FACTORS = np.ones(FEATURE_COUNT, dtype=np.float32)
+_FACTORS[:_COUNT] = 1.0 / Z_LIMIT
+_UNCLOCKED = np.ones(FEATURE_COUNT, dtype=np.float32)
+_UNCLOCKED[: 3 * _COUNT] = [0.0 if kind.clocked else 1.0 for kind in SIGNALS.values()] * 3
+_FOLLOWED = tuple((name, smallest, LEVEL_SCALES.get(name, 1.0)) for name, smallest in FOLLOWED.items())
+_LARGEST = 1e30
 
 
 def describe_features() -> list[tuple[str, str]]:
@@ -166,7 +169,8 @@ class Features:
     def __init__(self, *, hardware: bool = False) -> None:
         self.hardware = hardware
         self._vector = np.zeros(FEATURE_COUNT, dtype=np.float32)
-        self._asked: dict[str, float] = {}
+        self._factors = _FACTORS if hardware else _FACTORS * _UNCLOCKED
+        self._asked: tuple[tuple[str, float, float], ...] = ()
         self._mix_names: tuple[str, ...] = ()
         self._mix_asked: tuple[float, ...] = (0.0,) * SOURCE_SLOTS
         self._gamma = 1.0
@@ -181,9 +185,10 @@ class Features:
             recipe: what the round was asked to do.
             sources: its sources, sorted.
         """
-        self._asked = {
-            name: 1.0 if name == "learning_rate_factor" else float(getattr(recipe, name)) for name in _LOG_SETTINGS
-        }
+        self._asked = tuple(
+            (name, doublings, 1.0 if name == "learning_rate_factor" else float(getattr(recipe, name)))
+            for name, doublings in _LOG_SETTINGS.items()
+        )
         self._gamma = recipe.gamma
         slots = list(sources[:SOURCE_SLOTS])
         self._mix_names = tuple(f"mix.{name}" for name in slots)
@@ -197,16 +202,16 @@ class Features:
         """Return the state's features, (FEATURE_COUNT,) float32 in [-1, 1]; the next call overwrites them."""
         vector, signals = self._vector, state.signals
         values = _of_signals(signals.values)
-        vector[_Z] = _of_signals(signals.z)
-        vector[_Z] /= Z_LIMIT
-        vector[_PRESENT] = [value is not None for value in values]
-        vector[_LEVEL] = [
-            0.0 if value is None else value / (scale + value if value >= 0.0 else scale - value)
-            for value, scale in zip(values, _SCALES, strict=True)
+        vector[:] = [  # one list and one copy: an array is slow to write to piece by piece
+            *_of_signals(signals.z),
+            *[value is not None for value in values],
+            *[
+                0.0 if value is None else value / (scale + value if value >= 0.0 else scale - value)
+                for value, scale in zip(values, _SCALES, strict=True)
+            ],
+            *self._rest(state),
         ]
-        if not self.hardware:
-            vector[: 3 * _COUNT] *= _UNCLOCKED
-        vector[_REST] = self._rest(state)
+        vector *= self._factors
         return vector
 
     def note(self, adjustment: Adjustment, step: int) -> None:
@@ -217,21 +222,22 @@ class Features:
 
     def _rest(self, state: ControlState) -> list[float]:
         """Return what follows the signals, in the order of `FEATURE_NAMES`."""
-        settings, step, asked = state.settings, state.step, self._asked
+        settings, step = state.settings, state.step
         rate = settings.get("learning_rate", 0.0)
-        rest = [_clipped((math.log10(rate) + 4.0) / 3.0) if rate > 0 else -1.0]
-        for name, doublings in _LOG_SETTINGS.items():
+        rest = [_clipped((math.log10(rate) + 4.0) / 3.0) if rate > 0.0 else -1.0]
+        for name, doublings, asked in self._asked:
             now = settings.get(name)
-            rest.append(0.0 if now is None else _doublings(now, asked[name]) / doublings)
-        rest = [_clipped(value) for value in rest]
+            rest.append(0.0 if now is None or now == asked else _clipped(_doublings(now, asked) / doublings))
         rest.append(_clipped(10.0 * (settings.get("gamma", self._gamma) - self._gamma)))
         weights = [settings.get(name, 0.0) for name in self._mix_names]
         weights += [0.0] * (SOURCE_SLOTS - len(weights))
         rest += weights
         rest += [now - before for now, before in zip(weights, self._mix_asked, strict=True)]
-        for group in _GROUP_NAMES:
-            last = self._last.get(group)
-            rest.append(0.0 if last is None else last[1] * _RECENT_STEPS / (_RECENT_STEPS + step - last[0]))
+        last = self._last
+        rest += [
+            last[group][1] * _RECENT_STEPS / (_RECENT_STEPS + step - last[group][0]) if group in last else 0.0
+            for group in _GROUP_NAMES
+        ]
         rest += self._followed(state)
         rest += [
             min(1.0, step / state.steps),
@@ -243,23 +249,22 @@ class Features:
 
     def _followed(self, state: ControlState) -> list[float]:
         """Return means and changes of the followed signals; a step that was seen already does not count again."""
-        averages, values = self._averages, state.signals.values
-        if state.step != self._seen:
-            self._seen = state.step
-            for name in FOLLOWED:
-                value = values[name]
-                if value is not None:
-                    fast, slow = averages.get(name, (value, value))
-                    averages[name] = (fast + _FAST * (value - fast), slow + _SLOW * (value - slow))
+        averages, values, new = self._averages, state.signals.values, state.step != self._seen
+        self._seen = state.step
         means, changes = [], []
-        for name, smallest in FOLLOWED.items():
+        for name, smallest, scale in _FOLLOWED:
+            value = values[name]
+            if value is not None and new:
+                value = min(_LARGEST, max(-_LARGEST, value))  # so that no average can overflow
+                fast, slow = averages.get(name, (value, value))
+                averages[name] = (fast + _FAST * (value - fast), slow + _SLOW * (value - slow))
             if name not in averages:
                 means.append(0.0)
                 changes.append(0.0)
                 continue
             fast, slow = averages[name]
             size = abs(slow)
-            means.append(slow / (size + LEVEL_SCALES.get(name, 1.0)))
+            means.append(slow / (size + scale))
             change = (fast - slow) / max(size, smallest)
             changes.append(change / (abs(change) + _HALF_CHANGE))
         return means + changes
@@ -296,8 +301,6 @@ def _lowers(adjustment: Adjustment) -> bool:
 
 def _doublings(now: float, asked: float) -> float:
     """Return log2 of now over asked; from or to 0 it is beyond any range."""
-    if now == asked:
-        return 0.0
     if asked <= 0.0 or now <= 0.0:
         return math.inf if now > asked else -math.inf
     return math.log2(now / asked)
