@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 from ..inner_trainers.adjustments import CATALOGUE, NONE, Adjustment
@@ -118,13 +119,17 @@ def refusals(session: TrainingSession, sources: Sequence[str]) -> tuple[str | No
         sources: the sources of its mix, sorted.
     """
     found: list[str | None] = []
-    for entry in CATALOGUE:
-        adjustment = entry.adjustment(sources)
+    for entry, adjustment in zip(CATALOGUE, _adjustments(tuple(sources)), strict=True):
         if adjustment is None:
             found.append(f"the round's mix has {len(sources)} sources, no source {(entry.slot or 0) + 1}")
         else:
             found.append(session.refusal(adjustment))
     return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def _adjustments(sources: tuple[str, ...]) -> tuple[Adjustment | None, ...]:
+    return tuple(entry.adjustment(sources) for entry in CATALOGUE)
 
 
 class SteeredSession:

@@ -441,6 +441,8 @@ class Search:
         return scorecard, cost
 
     def _write_down(self, running: RunningRound, report: RoundReport, made: Checkpoint | None) -> None:
+        if self._journal is None:
+            return
         content = self._content(running)
         if running.steering is None:
             del content["steering"]  # an entry without one is of a round that was not paused
