@@ -246,7 +246,7 @@ def _change_notes(story: RoundStory) -> list[tuple[str, str]]:
     for number, change in enumerate(story.changes[:LISTED_CHANGES], start=1):
         what = change.what if change.count == 1 else f"{change.what} ×{change.count}"
         text = f"{number}  step {change.steps}  {what}  ({change.by}: {change.reason})"
-        wrapped = textwrap.wrap(text, 125, subsequent_indent="      ", break_long_words=True)
+        wrapped = textwrap.wrap(text, 150, subsequent_indent="      ", break_long_words=True)
         notes.append((_look(1 + actors.index(change.by))[0], "\n".join(wrapped)))
     left = len(story.changes) - LISTED_CHANGES
     return [*notes, ("0.35", f"and {left} more")] if left > 0 else notes

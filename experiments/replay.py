@@ -247,9 +247,13 @@ def changes_table(story: RoundStory, signals: bool = False) -> Table:
     table.add_column("change", overflow="fold", max_width=18)
     table.add_column("next rate", no_wrap=True)
     table.add_column("why", overflow="fold", ratio=1)
-    table.add_column(f"{story.objective} after", no_wrap=True)
+    table.add_column(f"{story.objective}*", no_wrap=True)
+    told: set[tuple[str, str]] = set()
     for change in story.changes:
-        why = f"[bold]{plain(change.by)}[/]: {plain(change.reason)}"
+        why = f"[bold]{plain(change.by)}[/]"
+        if (change.by, change.reason) not in told:
+            told.add((change.by, change.reason))
+            why += f": {plain(change.reason)}"
         if signals:
             why += "".join(f"\n[dim]{plain(line)}[/]" for line in _signal_lines(change))
         what = change.what if change.count == 1 else f"{change.what} ×{change.count}"
@@ -258,8 +262,14 @@ def changes_table(story: RoundStory, signals: bool = False) -> Table:
 
 
 def story_lines(story: RoundStory) -> list[str]:
-    """Return what stands under the table: what was held back, and the flags."""
+    """Return what stands under the table: what its last column means, what was held back, and the flags."""
     lines = []
+    if any(change.effect is not None for change in story.changes):
+        n = story.log.horizon
+        lines.append(
+            f"* mean of the {n} steps after less that of the {n} before; (+n) counts other adjustments in these steps, "
+            "which may have caused it"
+        )
     for by, why, times, first, last in story.held_back:
         when = f"step {first}" if times == 1 else f"steps {first} to {last}"
         lines.append(f"held back: {by}, {why} ({times} {'time' if times == 1 else 'times'}, {when})")
@@ -281,7 +291,7 @@ def _effect(effect: LoggedEffect | None) -> str:
     if effect is None or effect.change is None or effect.before is None:
         return ""
     colour = "green" if effect.better else "red"
-    return f"[{colour}]{effect.change:+.3g}[/]" + (f" ({effect.others} more)" if effect.others else "")
+    return f"[{colour}]{effect.change:+.3g}[/]" + (f" (+{effect.others})" if effect.others else "")
 
 
 def _ends(values: Sequence[float], digits: int) -> str:

@@ -118,6 +118,7 @@ def test_an_effect_is_a_row_of_its_own_once_enough_steps_have_passed(tmp_path: P
     assert (first.step, first.what, first.by, first.objective) == (4, "lr_half", "a", "loss")
     assert first.before == pytest.approx((1 / 2 + 1 / 3 + 1 / 4) / 3)
     assert first.after == pytest.approx((1 / 5 + 1 / 6 + 1 / 7) / 3)
+    assert first.before is not None and first.after is not None
     assert first.change == pytest.approx(first.after - first.before) and first.better is True
     assert (first.steps_before, first.steps_after, first.others) == (3, 3, 1)
     assert (second.step, second.others) == (5, 1)
@@ -133,7 +134,7 @@ def test_an_effect_is_of_the_reward_where_there_is_one(tmp_path: Path) -> None:
         for step, reward in enumerate([0.0, 0.5, 0.25, 0.25], start=1):
             seen = state(step, loss=1.0, reward=reward)
             log.step(step, seen.signals, 1e-3)
-            log.remember_mask(ALL)
+            log.remember(seen)
             log.decision(seen, Decision(change if step == 2 else nothing("x")))
         log.finish()
     (effect,) = read_log(tmp_path)[0].effects
@@ -144,8 +145,8 @@ def test_an_effect_is_of_the_reward_where_there_is_one(tmp_path: Path) -> None:
 def test_what_is_not_finite_stands_as_text_and_reads_back(tmp_path: Path) -> None:
     with DecisionLog(tmp_path) as log:
         log.begin(RECIPE, ("left",), "x", {"odd": {1}, "bad": float("inf")}, 1)
-        log.remember_mask(ALL)
         seen = state(1, loss=float("nan"), grad_norm=float("inf"), settings={"learning_rate": float("-inf")})
+        log.remember(seen)
         log.decision(seen, Decision(nothing("x")))
     text = (tmp_path / "decisions.jsonl").read_text()
     assert '"loss": "nan"' in text and "NaN" not in text and "Infinity" not in text
@@ -162,14 +163,15 @@ def test_a_killed_process_leaves_every_row(tmp_path: Path) -> None:
 import os, sys
 from posttrain_gym.meta_policies.controllers.base import Decision, nothing
 from posttrain_gym.meta_policies.controllers.decision_log import DecisionLog
-from tests.control_states import ALL, state
+from tests.control_states import state
 from tests.test_decision_log import RECIPE
 log = DecisionLog(sys.argv[1], "signals")
 log.begin(RECIPE, ("left",), "x", {}, 1)
 for step in range(1, 6):
-    log.step(step, state(step, loss=1.0).signals, 1e-3)
-    log.remember_mask(ALL)
-    log.decision(state(step, loss=1.0), Decision(nothing("x")))
+    seen = state(step, loss=1.0)
+    log.step(step, seen.signals, 1e-3)
+    log.remember(seen)
+    log.decision(seen, Decision(nothing("x")))
 os._exit(9)
 """
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=120).returncode == 9

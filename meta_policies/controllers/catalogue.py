@@ -21,12 +21,15 @@ class NoController:
 
     name = "none"
 
+    def __init__(self) -> None:
+        self._decision = Decision(nothing(self.name))
+
     def begin(self, recipe: Recipe, sources: Sequence[str]) -> None:
         """Nothing is remembered."""
 
     def decide(self, state: ControlState) -> Decision:
         """Return the decision to change nothing."""
-        return Decision(nothing(self.name))
+        return self._decision
 
     def describe(self) -> Mapping[str, Any]:
         """Return the name."""

@@ -25,12 +25,12 @@ class View:
         needs: signal -> how many recent values are kept, and how many of the first.
     """
 
-    __slots__ = ("_needs", "earliest", "progress", "recent", "settings", "step", "steps", "values", "z")
+    __slots__ = ("_kept", "earliest", "progress", "recent", "settings", "step", "steps", "values", "z")
 
     def __init__(self, needs: Mapping[str, int] | None = None) -> None:
-        self._needs = tuple((needs or {}).items())
-        self.recent: dict[str, list[float]] = {name: [] for name, _ in self._needs}
-        self.earliest: dict[str, list[float]] = {name: [] for name, _ in self._needs}
+        self.recent: dict[str, list[float]] = {name: [] for name in needs or {}}
+        self.earliest: dict[str, list[float]] = {name: [] for name in needs or {}}
+        self._kept = [(name, n, self.recent[name], self.earliest[name]) for name, n in (needs or {}).items()]
         self.values: Mapping[str, float | None] = {}
         self.z: Mapping[str, float] = {}
         self.settings: Mapping[str, float] = {}
@@ -42,13 +42,12 @@ class View:
         self.z, self.settings = state.signals.z, state.settings
         self.step, self.steps = float(state.step), float(state.steps)
         self.progress = state.step / state.steps
-        for name, kept in self._needs:
+        for name, kept, recent, earliest in self._kept:
             value = values.get(name)
             if value is not None and math.isfinite(value):
-                recent = self.recent[name]
                 recent.append(value)
-                if len(self.earliest[name]) < kept:
-                    self.earliest[name].append(value)
+                if len(earliest) < kept:
+                    earliest.append(value)
                 if len(recent) > 2 * kept:  # cut now and then: deleting from the front of a list moves the rest
                     del recent[:-kept]
         return self

@@ -63,7 +63,7 @@ class DecisionLog:
         for name in names:
             self._files[name] = open(self.folder / f"{name}.jsonl", "ab")  # noqa: SIM115 - closed by `close`
         self._effects = _Effects(self._horizon)
-        self._mask = ""
+        self._mask, self._settings = "", dict[str, float]()
         self._rate: float | None = None
 
     def __enter__(self) -> DecisionLog:
@@ -111,9 +111,10 @@ class DecisionLog:
             row = {"row": "signals", "step": step, "learning_rate": learning_rate, "values": _present(signals.values)}
             self._write("signals", {**row, "broken": list(signals.broken)} if signals.broken else row)
 
-    def remember_mask(self, legal: Sequence[bool]) -> None:
-        """Note what can be applied, before something is: `decision` writes it down."""
-        self._mask = "".join("1" if allowed else "0" for allowed in legal)
+    def remember(self, state: ControlState) -> None:
+        """Note what can be applied and is in force, before something is applied: `decision` writes it down."""
+        self._mask = "".join("1" if allowed else "0" for allowed in state.legal)
+        self._settings = dict(state.settings)
 
     def decision(self, state: ControlState, decision: Decision, refused: str | None = None) -> None:
         """Write down a decision, and why the session refused it when it did."""
@@ -130,7 +131,7 @@ class DecisionLog:
             "candidates": [_candidate(candidate) for candidate in decision.candidates],
             "held_back": dict(decision.held_back),
             "learning_rate": self._rate,
-            "settings": dict(state.settings),
+            "settings": self._settings,
             "mask": self._mask,
             "values": values,
             "z": {name: signals.z[name] for name in values if name in signals.z},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, overload, runtime_checkable
 
@@ -76,6 +76,30 @@ class LegalNow(Sequence[bool]):
             known = adjustment is not None and self._session.refusal(adjustment) is None
             self._known[index] = known
         return known
+
+
+class SettingsNow(Mapping[str, float]):
+    """The settings in force, put together when one is asked for; true only while parked."""
+
+    __slots__ = ("_known", "_session")
+
+    def __init__(self, session: TrainingSession) -> None:
+        self._session = session
+        self._known: Mapping[str, float] | None = None
+
+    def _settings(self) -> Mapping[str, float]:
+        if self._known is None:
+            self._known = self._session.settings
+        return self._known
+
+    def __getitem__(self, name: str) -> float:
+        return self._settings()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._settings())
+
+    def __len__(self) -> int:
+        return len(self._settings())
 
 
 def drive_round(
@@ -176,7 +200,7 @@ class _Drive:
             step=session.step,
             steps=self._recipe.steps,
             signals=session.signals,
-            settings=session.settings,
+            settings=SettingsNow(session),
             sources=self._sources,
             legal=LegalNow(session, self._catalogue),
         )
@@ -207,7 +231,7 @@ class _Drive:
     def _carry_out(self, state: ControlState, decision: Decision, times: dict[str, float]) -> None:
         clock = time.perf_counter()
         if self._log is not None:
-            self._write("remember_mask", state.legal)  # as it was when it was decided on
+            self._write("remember", state)  # mask and settings as they were when it was decided on
         looked_up = time.perf_counter()
         chosen = decision.chosen
         refused = None

@@ -177,12 +177,25 @@ def check_constant_name(name: object) -> None:
 class _Running:
     """One rule in the round that runs."""
 
-    __slots__ = ("agreeing", "candidate", "direction", "done", "kinds", "last", "on", "rule", "until", "when")
+    __slots__ = (
+        "agree",
+        "agreeing",
+        "candidate",
+        "direction",
+        "done",
+        "kinds",
+        "last",
+        "on",
+        "rule",
+        "shown",
+        "turns_off",
+        "turns_on",
+    )
 
-    def __init__(self, rule: Rule, constants: Mapping[str, float], sources: Sequence[str]) -> None:
-        self.rule = rule
-        self.when = Condition(rule.when, constants)
-        self.until = None if rule.until is None else Condition(rule.until, constants)
+    def __init__(self, rule: Rule, when: Condition, until: Condition | None, sources: Sequence[str]) -> None:
+        self.rule, self.agree = rule, rule.agree
+        self.turns_on = when.holds
+        self.turns_off = None if until is None else until.holds
         self.candidate: Candidate | None
         if isinstance(rule.action, Adjustment):
             known = rule.action.source is None or rule.action.source in sources
@@ -190,6 +203,7 @@ class _Running:
         else:
             index = catalogue_index(rule.action)
             self.candidate = catalogue_candidate(index, sources, rule.name, rule.reason, rule.confidence)
+        self.shown = nothing(rule.name, rule.reason) if self.candidate is None else self.candidate
         self.kinds: tuple[int, ...] = ()
         if self.candidate is not None:
             action, kind = self.candidate.action, self.candidate.adjustment.kind
@@ -205,17 +219,17 @@ class _Running:
         Raises:
             ArithmeticError: a condition came to no finite number; it counts as not true.
         """
-        if self.on and self.until is not None:
-            if self.until.holds(view):
+        if self.on and self.turns_off is not None:
+            if self.turns_off(view):
                 self.on, self.agreeing = False, 0
             return
         try:
-            holds = self.when.holds(view)
+            holds = self.turns_on(view)
         except ArithmeticError:
             self.on, self.agreeing = False, 0
             raise
         self.agreeing = self.agreeing + 1 if holds else 0
-        self.on = self.agreeing >= self.rule.agree
+        self.on = self.agreeing >= self.agree
 
 
 class RulesController:
@@ -228,7 +242,15 @@ class RulesController:
 
     def __init__(self, rules: RuleSet, log_only: bool | None = None) -> None:
         self.rules = rules if log_only is None else replace(rules, log_only=log_only)
+        # stable: of equal priority and confidence, the one that stands first
+        order = sorted(rules.rules, key=lambda rule: (-rule.priority, -rule.confidence))
+        constants = rules.constants
+        self._compiled = [
+            (rule, Condition(rule.when, constants), None if rule.until is None else Condition(rule.until, constants))
+            for rule in order
+        ]
         self._quiet = Decision(nothing(self.name, "no rule asks for anything"))
+        self._all_held_back = nothing(self.name, "every rule that asks for something is held back")
         self._running: list[_Running] = []
         self._view, self._damping = View(), Damping(rules.damping)
         self._said: set[str] = set()
@@ -240,15 +262,14 @@ class RulesController:
 
     def begin(self, recipe: Recipe, sources: Sequence[str]) -> None:
         """Forget the last round; a new one is about to start."""
-        fitting = [r for r in self.rules.rules if not r.algorithms or recipe.algorithm in r.algorithms]
-        running = [_Running(rule, self.rules.constants, sources) for rule in fitting]
-        # stable: of equal priority and confidence, the one that stands first
-        self._running = sorted(running, key=lambda entry: (-entry.rule.priority, -entry.rule.confidence))
+        self._running = []
         needs: dict[str, int] = {}
-        for entry in self._running:
-            for condition in (entry.when, entry.until):
-                for signal, kept in {} if condition is None else condition.needs.items():
-                    needs[signal] = max(kept, needs.get(signal, 0))
+        for rule, when, until in self._compiled:
+            if not rule.algorithms or recipe.algorithm in rule.algorithms:
+                self._running.append(_Running(rule, when, until, sources))
+                for condition in (when,) if until is None else (when, until):
+                    for signal, kept in condition.needs.items():
+                        needs[signal] = max(kept, needs.get(signal, 0))
         self._view, self._damping = View(needs), Damping(self.rules.damping)
         self._said = set()
 
@@ -284,20 +305,16 @@ class RulesController:
                 held_back[entry.rule.name] = reason
             elif chosen is None:
                 chosen = entry
-        candidates = tuple(
-            nothing(entry.rule.name, entry.rule.reason) if entry.candidate is None else entry.candidate
-            for entry in asking
-        )
-        if chosen is None or chosen.candidate is None:
-            held = nothing(self.name, "every rule that asks for something is held back")
-            return Decision(held, candidates, held_back, tuple(flags))
+        candidates = tuple([entry.shown for entry in asking])
+        if chosen is None:
+            return Decision(self._all_held_back, candidates, held_back, tuple(flags))
         chosen.done, chosen.last = chosen.done + 1, state.step
         if chosen.direction is not None:
             self._damping.did(*chosen.direction, state.step, chosen.rule.name, chosen.rule.danger)
         if not self.rules.log_only:
-            return Decision(chosen.candidate, candidates, held_back, tuple(flags))
+            return Decision(chosen.shown, candidates, held_back, tuple(flags))
         held_back[chosen.rule.name] = "log only"
-        would = f"log only: {chosen.rule.name!r} would have done {label(chosen.candidate)}"
+        would = f"log only: {chosen.rule.name!r} would have done {label(chosen.shown)}"
         return Decision(nothing(self.name, would), candidates, held_back, tuple(flags))
 
     def _reason_against(self, entry: _Running, state: ControlState, flags: list[str]) -> str | None:
