@@ -286,15 +286,16 @@ def test_fine_tuning_raises_the_return_and_keeps_masks(seed: int) -> None:
         return envs[-1]
 
     net = untrained(seed)
-    tuned, report = fine_tune(net, [build, build], decisions=2280, seed=seed, settings=QUICK)
+    many = replace(QUICK, rollout=19, batch_size=76)  # eight rounds in each rollout
+    tuned, report = fine_tune(net, [build] * 8, decisions=3040, seed=seed, settings=many)
     before, after = played(net)[0], played(tuned)[0]
     assert after > before + 0.4 and after > 0.6  # doing nothing gives 0, the best 0.9
     moves = [move for env in envs for move in env.played]
-    assert len(moves) == report.decisions == 2280
+    assert len(moves) == report.decisions == 3040
     assert all(was_legal for _, was_legal in moves)
     assert {name for name, _ in moves} <= set(net.actions)
     first, last = report.rollouts[0]["improvement"], report.rollouts[-1]["improvement"]
-    assert first is not None and last is not None and last > first + 0.3
+    assert first is not None and last is not None and last > first + 0.2
     assert tuned.actions == net.actions and tuned.facts["fine_tuning"]["rollouts"] == report.rollouts
 
 
