@@ -80,12 +80,15 @@ def adjusted(
     """Run a round with each adjustment applied after so many steps; return what its steps used too."""
     session = trainer.begin(task, asked, trainer.base(task) if start is None else start, seed)
     used = [] if watch is None else watch(session._trainer)
-    for after, adjustment in adjustments:
-        if after > session.step:
-            session.advance(after - session.step)
-        session.apply(adjustment)
-    session.advance()
-    report, checkpoint = session.result()
+    try:
+        for after, adjustment in adjustments:
+            if after > session.step:
+                session.advance(after - session.step)
+            session.apply(adjustment)
+        session.advance()
+        report, checkpoint = session.result()
+    finally:
+        session.close()
     assert report.failure is None, report.failure
     assert checkpoint is not None
     weights: Weights = checkpoint.weights
