@@ -11,6 +11,7 @@ from types import MappingProxyType
 from ..inner_trainers.adjustments import CATALOGUE, KINDS
 from ..inner_trainers.base import CAUSES
 from ..inner_trainers.fault_kinds import FAULTS
+from ..inner_trainers.signals import SIGNALS
 from ..inner_trainers.trl.algorithms import ALGORITHMS, AlgorithmSpec
 
 
@@ -83,6 +84,15 @@ def adjustments_table() -> str:
     return "\n".join(lines)
 
 
+def signal_table() -> str:
+    """Return the Markdown table of signals, in the order of vectors."""
+    lines = ["| group | signal | unit and range | what it says |", "|---|---|---|---|"]
+    for name, kind in SIGNALS.items():
+        clocked = " (clocked)" if kind.clocked else ""
+        lines.append(f"| {kind.group} | `{name}` | {kind.unit} | {kind.summary}{clocked} |")
+    return "\n".join(lines)
+
+
 def algorithm_table() -> str:
     """Return the Markdown table of inner algorithms."""
     lines = ["| algorithm | what it is | trains on | losses | reads |", "|---|---|---|---|---|"]
@@ -106,7 +116,7 @@ def fault_table() -> str:
 
 def main() -> None:
     """Print the tables."""
-    print(algorithm_table(), fault_table(), adjustments_table(), sep="\n\n")
+    print(algorithm_table(), fault_table(), signal_table(), adjustments_table(), sep="\n\n")
 
 
 if __name__ == "__main__":

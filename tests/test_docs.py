@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain_gym.experiments.doc_tables import algorithm_table, fault_table
+from posttrain_gym.experiments.doc_tables import adjustments_table, algorithm_table, fault_table, signal_table
+from posttrain_gym.inner_trainers.adjustments import KINDS
 from posttrain_gym.inner_trainers.base import CAUSES
 from posttrain_gym.inner_trainers.fault_kinds import FAULTS
+from posttrain_gym.inner_trainers.signals import SIGNALS
 from posttrain_gym.inner_trainers.trl.algorithms import ALGORITHMS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -23,3 +25,11 @@ def test_the_table_of_faults_is_the_one_the_code_uses() -> None:
     assert table in (DOCS / "faults.md").read_text()
     assert table.count("\n") == 1 + len(FAULTS)
     assert {fault.cause for fault in FAULTS.values()} == set(CAUSES)
+
+
+def test_the_tables_of_signals_and_adjustments_are_those_the_code_uses() -> None:
+    page = (DOCS / "in_loop.md").read_text()
+    assert signal_table() in page
+    assert signal_table().count("\n") == 1 + len(SIGNALS)
+    assert adjustments_table() in page
+    assert adjustments_table().count("\n") == 1 + len(KINDS)
