@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,7 +15,10 @@ SAMPLED_TENSORS = 4
 """Parameter tensors whose gradients are sampled, evenly spread over those with more than one dimension."""
 
 SAMPLED_ENTRIES = 1024
-"""Entries of each that are looked at, at most, evenly spread."""
+"""Entries of each that are looked at, at most: runs of `RUN` neighbours, evenly spread."""
+
+RUN = 16
+"""Neighbours that are read together: a cache line, so that a sample costs the memory it is made of and no more."""
 
 _FACTS = 9  # numbers that `_signals` takes, before the norms of the tensors
 
@@ -106,20 +110,23 @@ class GradientMeter:
         if norm.device.type == "cpu":
             found: list[float] = norms.tolist()
             smallest: Any = min(filter(None, found), default=math.inf)
-            self._facts = [norm.item(), max(found), smallest, *products.tolist(), *(found if exact else ())]
+            rows: list[list[float]] = products.tolist()
+            self._facts = [norm.item(), max(found), smallest, *chain(*rows), *(found if exact else ())]
             return
         smallest = torch.where(norms != 0, norms, math.inf).amin()
-        facts = [torch.stack([norm, norms.amax(), smallest]).double(), products.double()]
+        facts = [torch.stack([norm, norms.amax(), smallest]).double(), products.double().flatten()]
         self._copy(torch.cat([*facts, norms.double()] if exact else facts))
 
     def _products_of_sample(self) -> torch.Tensor:
-        """Return the products of ones, last and new entries with the last and the new, of a sample: (6,)."""
+        """Return the products of ones, last and new entries with the last and the new, of a sample: (3, 2)."""
         self._shown, self._copies = [], None
-        sample = self._sample
-        if sample is None or not sample.is_there():
-            sample = self._sample = _Sample([p for p in self._parameters if p.grad is not None])
-        self._looked_at = sample.count
-        return sample.products()
+        products = None if self._sample is None else self._sample.products()
+        while products is None:
+            self._sample = _Sample([p for p in self._parameters if p.grad is not None])
+            products = self._sample.products()
+        assert self._sample is not None
+        self._looked_at = self._sample.count
+        return products
 
     def _products_of_all(self, gradients: list[torch.Tensor], norm: torch.Tensor) -> torch.Tensor:
         """Return the same of all entries, and keep a copy of them."""
@@ -134,7 +141,7 @@ class GradientMeter:
             before = self._last_square
         self._copies, self._last_square = [gradient.clone() for gradient in gradients], square
         total = torch.stack([gradient.sum(dtype=torch.float64) for gradient in gradients]).sum()
-        return torch.stack([torch.zeros_like(total), total, before, dot, dot, square])
+        return torch.stack([torch.zeros_like(total), total, before, dot, dot, square]).view(3, 2)
 
     def _copy(self, facts: torch.Tensor) -> None:
         """Begin to copy the figures to the CPU, behind what the device still has to do."""
@@ -175,28 +182,31 @@ class _Sample:
         candidates = [parameter for parameter in parameters if parameter.dim() > 1] or list(parameters)
         number, last = min(SAMPLED_TENSORS, len(candidates)), len(candidates) - 1
         self._chosen = [candidates[round(last * place / max(1, number - 1))] for place in range(number)]
+        width = RUN if all(parameter.numel() >= RUN for parameter in self._chosen) else 1
         self._places = []
         for parameter in self._chosen:
-            stride = -(-parameter.numel() // SAMPLED_ENTRIES)
-            self._places.append(((-(-parameter.numel() // stride),), (stride,)))
-        self.count = sum(size for (size,), _ in self._places)
-        self._rows = torch.zeros(3, self.count, device=parameters[0].device)  # ones, the last values, the new
-        self._rows[0] = 1.0
-        self._last, self._new, self._last_and_new = self._rows[1], self._rows[2], self._rows[1:].t()
+            runs = min(SAMPLED_ENTRIES, parameter.numel()) // width
+            self._places.append(((runs, width), (parameter.numel() // runs, 1)))
+        self.count = sum(runs * width for (runs, _), _ in self._places)
+        rows = torch.zeros(3, self.count, device=parameters[0].device)  # ones, the last values, the new
+        rows[0] = 1.0
+        self._rows, self._last, self._last_and_new = rows, rows[1], rows[1:].t()
+        self._new, self._new_runs = rows[2], rows[2].view(-1, width)
 
-    def is_there(self) -> bool:
-        """Return whether all that is sampled has a gradient."""
-        return all(parameter.grad is not None for parameter in self._chosen)
+    def products(self) -> torch.Tensor | None:
+        """Take in the gradients; return the products of ones, last and new values with the last and the new: (3, 2).
 
-    def products(self) -> torch.Tensor:
-        """Take in the gradients; return the products of ones, last and new values with the last and the new: (6,)."""
+        None, with nothing taken in, when one of what is sampled has no gradient any more.
+        """
         parts = []
         for parameter, (size, stride) in zip(self._chosen, self._places, strict=True):
             gradient: Any = parameter.grad
-            whole = gradient.is_contiguous()
-            parts.append(gradient.as_strided(size, stride) if whole else gradient.flatten()[:: stride[0]])
-        torch.cat(parts, out=self._new)
-        found = torch.mm(self._rows, self._last_and_new).flatten()
+            if gradient is None:
+                return None
+            whole = gradient if gradient.is_contiguous() else gradient.contiguous()
+            parts.append(whole.as_strided(size, stride))
+        torch.cat(parts, out=self._new_runs)
+        found = torch.mm(self._rows, self._last_and_new)
         self._last.copy_(self._new)
         return found
 
