@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -125,7 +126,11 @@ def demo(
 def train(
     out: Annotated[Path, typer.Option(help="Run folder.")],
     task: Task = "letters",
-    algo: Annotated[str, typer.Option(help="a2c, maskable_ppo, ppo, sac or td3.")] = "maskable_ppo",
+    env: Annotated[str, typer.Option(help="recipe, in-loop (adjust rounds of --recipe) or full (both).")] = "recipe",
+    recipe: Annotated[Path | None, typer.Option(help="Recipe file of --env in-loop.")] = None,
+    interval: Annotated[int, typer.Option(min=1, help="Optimiser steps between two adjustments.")] = 5,
+    shaping: Annotated[bool, typer.Option("--shaping", help="Shape rewards by quick evaluations.")] = False,
+    algo: Annotated[str, typer.Option(help="a2c, maskable_ppo, ppo, recurrent_ppo, sac or td3.")] = "maskable_ppo",
     rounds: Annotated[int, typer.Option(min=1, help="Decisions in total, rounded up to whole rollouts.")] = 128,
     envs: Annotated[int, typer.Option(min=1, help="Environments side by side, one process each.")] = 1,
     seed: Annotated[int, typer.Option(help="Decides every random choice of the run.")] = 0,
@@ -142,16 +147,20 @@ def train(
 ) -> None:
     """Train a meta-policy with Stable-Baselines3 on real rounds."""
     from ..meta_policies.sb3 import sb3_algorithm
+    from .settings import in_loop_settings
     from .train import TrainSettings
     from .train import train as run
 
     sb3_algorithm(algo)
+    in_loop = in_loop_settings(env, recipe, interval, shaping)
     faults = _faults(on_fault, max_round_seconds)
     environment = _environment(task, "train", budget, unit, max_rounds, patience, price, samples, devices, faults)
-    settings = TrainSettings(environment, algo, rounds, envs, seed)
+    settings = TrainSettings(replace(environment, in_loop=in_loop), algo, rounds, envs, seed)
     with ProgressDisplay() as progress:
         progress.stage(f"training {algo} on {task}: {rounds} decisions, {envs} environment(s), run folder {out}")
         policy, episodes = run(settings, out, resume=resume, on_round=progress.round)
+    if in_loop is not None:
+        return  # `compare` plays recipes alone
     compare_with = ["--task", task, "--out", f"{out}-compare", "--budget", f"{budget:g}", "--unit", unit]
     compare_with += ["--max-rounds", str(max_rounds), "--patience", str(patience), "random", str(policy)]
     _say(f"policy: {policy}  ({len(episodes)} episodes)")

@@ -11,10 +11,59 @@ from typing import Any
 import gymnasium as gym
 
 from ..envs.budget import Budget
+from ..envs.in_loop import as_recipe
 from ..envs.journal import Journal
 from ..envs.post_training import PostTrainingEnv
+from ..envs.registration import FULL_ID, IN_LOOP_ID, RECIPE_ID
 from ..inner_trainers.base import InnerTrainer
+from ..inner_trainers.messages import did_you_mean
 from ..inner_trainers.tasks import TaskFamily, resolve_task
+
+ENVIRONMENTS = {"recipe": RECIPE_ID, "in-loop": IN_LOOP_ID, "full": FULL_ID}
+"""Ids by the name the command line takes."""
+
+
+@dataclass(frozen=True)
+class InLoopSettings:
+    """How rounds are adjusted while they run.
+
+    Attributes:
+        kind: ``"in-loop"``, where the recipe is given, or ``"full"``, where the policy chooses it too.
+        recipe: fields of the given recipe; None for ``"full"``.
+        interval: optimiser steps between two decisions.
+        shaping: whether rewards are shaped by quick evaluations.
+    """
+
+    kind: str
+    recipe: Mapping[str, Any] | None = None
+    interval: int = 5
+    shaping: bool = False
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of the environment."""
+        recipe = {} if self.recipe is None else {"recipe": self.recipe}
+        return {**recipe, "interval": self.interval, "shaping": self.shaping}
+
+
+def in_loop_settings(kind: str, recipe: Path | None, interval: int, shaping: bool) -> InLoopSettings | None:
+    """Return the settings of an environment by name; None for ``"recipe"``, whose rounds are not adjusted.
+
+    Raises:
+        ValueError: an unknown name, a recipe that is missing, not wanted or not readable, or an option that only
+            environments with adjustments have.
+    """
+    if kind not in ENVIRONMENTS:
+        raise ValueError(f"--env: unknown {kind!r}.{did_you_mean(kind, ENVIRONMENTS)}")
+    if kind == "in-loop" and recipe is None:
+        raise ValueError("--recipe: --env in-loop adjusts rounds of one recipe; name its YAML or JSON file.")
+    if kind != "in-loop" and recipe is not None:
+        raise ValueError(f"--recipe: with --env {kind} the policy chooses recipes; leave it out, or use --env in-loop.")
+    if kind == "recipe":
+        if shaping:
+            raise ValueError("--shaping: rounds of --env recipe are not paused; use --env in-loop or --env full.")
+        return None
+    given = None if recipe is None else as_recipe(recipe).to_dict()
+    return InLoopSettings(kind, given, interval, shaping)
 
 
 @dataclass(frozen=True)
@@ -30,6 +79,7 @@ class EnvSettings:
         evaluator: settings of the TRL trainer's evaluator.
         faults: settings of the TRL trainer's fault policy.
         devices: devices that workers take in turn; empty lets torch choose.
+        in_loop: how rounds are adjusted while they run; None where they are not.
     """
 
     task: str = "letters"
@@ -40,6 +90,7 @@ class EnvSettings:
     evaluator: Mapping[str, Any] = field(default_factory=dict)
     faults: Mapping[str, Any] = field(default_factory=dict)
     devices: tuple[str, ...] = ()
+    in_loop: InLoopSettings | None = None
 
     def device_of(self, worker: int) -> str:
         """Return the device of a worker: devices are dealt in turn, so 4 workers on 2 get 0, 1, 0, 1."""
@@ -68,7 +119,7 @@ class EnvSettings:
         """Return the environment of one worker, on a trainer that is in memory already if one is given."""
         family = self.family()
         env: gym.Env[Any, Any] = gym.make(
-            "PostTrain/Recipe-v0",
+            ENVIRONMENTS["recipe" if self.in_loop is None else self.in_loop.kind],
             task=family,
             split=self.split,
             instances=self._seeds(family),
@@ -76,6 +127,7 @@ class EnvSettings:
             budget=self.budget,
             price=self.price,
             journal=journal,
+            **({} if self.in_loop is None else self.in_loop.arguments()),
         )
         return env
 
@@ -85,6 +137,8 @@ class EnvSettings:
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
         data = asdict(replace(self, evaluator=dict(self.evaluator), faults=dict(self.faults)))
+        if self.in_loop is None:
+            del data["in_loop"]  # as runs of before there were such environments have it
         return {k: list(v) if isinstance(v, tuple) else v for k, v in data.items()}
 
 

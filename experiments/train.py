@@ -45,7 +45,8 @@ class TrainSettings:
     Attributes:
         environment: how its environments are built.
         algo: key of `SB3_ALGORITHMS`.
-        rounds: decisions in total, rounded up to whole rollouts; each is one round, or an early stop.
+        rounds: decisions in total, rounded up to whole rollouts; each is one round or an early stop, or, where rounds
+            are adjusted while they run, ``interval`` optimiser steps of one.
         envs: environments side by side, each in a process of its own when there are several.
         seed: decides everything: SB3's seed, instances, round seeds.
         hyperparameters: keyword arguments that replace the algorithm's defaults.
@@ -104,7 +105,11 @@ class RoundEvent:
         """Return one line a person can read."""
         head = f"{self.number:4d}/{self.total}  env {self.env}  instance {self.info['instance']}"
         tail = f"best {self.info['best_score']:.3f}  budget left {self.info['budget_left']:.0%}"
-        facts = self.info.get("round")
+        facts, running = self.info.get("round"), self.info.get("running")
+        if running is not None:
+            step = f"step {running['step']}/{running['recipe']['steps']}"
+            did = self.info["adjustment"] or f"begins: {describe_recipe(running['recipe'])}"
+            return f"{head}  {step}  {did}{'  (was illegal)' if self.info['illegal'] else ''}  {tail}"
         if facts is None:
             return f"{head}  stop  {tail}"
         if facts["failure"] is not None:
@@ -297,7 +302,7 @@ class _RunCallback(BaseCallback):
     def _on_step(self) -> bool:
         now = time.perf_counter()
         infos = self.locals["infos"]
-        fresh = sum(1 for info in infos if "round" in info and not info["replayed"])
+        fresh = sum(1 for info in infos if ("round" in info or "running" in info) and not info["replayed"])
         if fresh:
             self._trained += fresh
             self._trained_seconds += now - self._last
@@ -315,6 +320,8 @@ class _RunCallback(BaseCallback):
             "round/best_score": info["best_score"],
             "round/budget_left": info["budget_left"],
         }
+        if "illegal" in info:
+            values["adjustments/illegal"] = float(info["illegal"])
         if facts is not None:
             values["round/failed"] = float(facts["failure"] is not None)
             if facts["score"] is not None:
