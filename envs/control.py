@@ -32,8 +32,8 @@ class ControlColumn:
     meaning: str
 
 
+_FACTOR_DECADES = 3.0
 _DECADES: Mapping[str, float] = {
-    "learning_rate_factor": 3.0,
     "batch_size": 1.0,
     "max_grad_norm": 2.0,
     "temperature": 1.0,
@@ -52,8 +52,11 @@ CONTROL: tuple[ControlColumn, ...] = (
     ControlColumn("asked_steps", 0.0, "log10 of the steps asked, over 5"),
     ControlColumn("asked_batch_size", 0.0, "log10 of the batch size asked, over 5"),
     ControlColumn("learning_rate", -1.0, "(log10 of the next step's learning rate + 4) / 4, clipped: 1e-8 to 1"),
+    ControlColumn("learning_rate_factor", -1.0, "log10 of what the schedule's rate is multiplied by, over 3, clipped"),
     *(
-        ControlColumn(name, -1.0, f"log10 of the setting in force over the recipe's, over {decades:g}, clipped")
+        ControlColumn(
+            name, -1.0, f"log10(x in force / x of the recipe) / {decades:g}, clipped; 1e-4 is added to both x"
+        )
         for name, decades in _DECADES.items()
     ),
     ControlColumn("gamma", -1.0, "10 times the discount in force minus the recipe's, clipped"),
@@ -114,14 +117,13 @@ def control_row(moment: Moment | None, recipe: Recipe | None, sources: Sequence[
         "asked_steps": math.log10(recipe.steps) / 5,
         "asked_batch_size": math.log10(recipe.batch_size) / 5,
         "learning_rate": (math.log10(max(_number(settings, "learning_rate"), 1e-12)) + 4) / 4,
-        "learning_rate_factor": _ratio(settings.get("learning_rate_factor", 1.0), 1.0, 0.0)
-        / _DECADES["learning_rate_factor"],
+        "learning_rate_factor": _ratio(settings.get("learning_rate_factor", 1.0), 1.0, 0.0) / _FACTOR_DECADES,
         "quick_score": moment.quick_score or 0.0,
         "has_quick_score": float(moment.quick_score is not None),
         "was_refused": float(refused),
     }
     for name, decades in _DECADES.items():
-        if name not in values and name in settings:
+        if name in settings:
             values[name] = _ratio(settings[name], float(getattr(recipe, name)), RATIO_FLOOR) / decades
     if "gamma" in settings:
         values["gamma"] = 10 * (settings["gamma"] - recipe.gamma)

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from ..envs.control import CONTROL, SIGNAL_COLUMNS
 from ..inner_trainers.adjustments import CATALOGUE, KINDS
 from ..inner_trainers.base import CAUSES
 from ..inner_trainers.fault_kinds import FAULTS
-from ..inner_trainers.signals import SIGNALS
+from ..inner_trainers.signals import SIGNALS, Z_LIMIT
 from ..inner_trainers.trl.algorithms import ALGORITHMS, AlgorithmSpec
 
 
@@ -114,9 +115,32 @@ def fault_table() -> str:
     return "\n".join(lines)
 
 
+def in_loop_observation_table() -> str:
+    """Return the Markdown table of what is observed besides, or otherwise, where rounds can be adjusted."""
+    rows = [
+        ("phase", "0", "`phase`", 0, "0: a recipe is asked for, or the round was settled; 1: an adjustment is"),
+        ("recipe", "0 to R-1", "`recipe`", -1, "the running round's recipe, encoded; all 0 when none runs"),
+    ]
+    for index, (name, kind) in enumerate(SIGNALS.items()):
+        clock = "; absent unless hardware signals are shown" if kind.clocked else ""
+        rows.append(("signals", str(index), f"`{name}`", -1, f"z-score over {Z_LIMIT:g}: {kind.summary}{clock}"))
+    first, last = len(SIGNALS), len(SIGNAL_COLUMNS) - 1
+    rows.append(
+        ("signals", f"{first} to {last}", "`has_SIGNAL`", 0, "per signal, in the same order: 1 when it was measured")
+    )
+    rows += [
+        ("control", str(index), f"`{column.name}`", int(column.low), column.meaning)
+        for index, column in enumerate(CONTROL)
+    ]
+    lines = ["| key | index | column | range | unit or meaning |", "|---|---|---|---|---|"]
+    lines += [f"| `{key}` | {index} | {name} | [{low}, 1] | {meaning} |" for key, index, name, low, meaning in rows]
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Print the tables."""
-    print(algorithm_table(), fault_table(), signal_table(), adjustments_table(), sep="\n\n")
+    tables = (algorithm_table, fault_table, signal_table, adjustments_table, in_loop_observation_table)
+    print(*(table() for table in tables), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -201,7 +201,8 @@ class ScriptedSession:
             self._factor *= number
         elif kind in _SCALED:
             name = _SCALED[kind]
-            self._now = replace(self._now, **{name: (getattr(self._now, name) or _CHANGED_FROM_ZERO) * number})
+            changed: dict[str, Any] = {name: (getattr(self._now, name) or _CHANGED_FROM_ZERO) * number}
+            self._now = replace(self._now, **changed)
         elif kind in ("batch_scale", "generations_step"):
             self._now = self._resized(adjustment)
             self._price_steps()

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -25,6 +26,7 @@ from posttrain_gym.envs.in_loop import InLoopEnv
 from posttrain_gym.envs.observation import RunningInputs, observe_running
 from posttrain_gym.envs.post_training import PostTrainingEnv
 from posttrain_gym.envs.running import Moment
+from posttrain_gym.experiments.doc_tables import in_loop_observation_table
 from posttrain_gym.inner_trainers.adjustments import CATALOGUE, CATALOGUE_NAMES, catalogue_index
 from posttrain_gym.inner_trainers.base import Cost, InnerTrainer
 from posttrain_gym.inner_trainers.recipe import Recipe
@@ -189,6 +191,25 @@ def test_clocked_signals_are_shown_only_where_they_are_asked_for() -> None:
     assert [signal_row(moment, clocked=True)[c] for c in columns] == [0.5, 1.0]
     assert signal_row(moment, clocked=False)[SIGNAL_COLUMNS.index("loss")] == -1.0
     assert not signal_row(None, clocked=True).any()
+
+
+def test_the_table_of_the_documentation_is_the_layout() -> None:
+    env = in_loop()
+    pattern = r"^\| `(\w+)` \| (\S+)(?: to (\S+))? \| `(\w+)` \| \[(\S+), 1\]"
+    rows = re.findall(pattern, in_loop_observation_table(), re.MULTILINE)
+    assert len(rows) == in_loop_observation_table().count("\n") - 1
+    sizes = {"R-1": env.space.width - 1}
+    spaces: Any = env.observation_space
+    indices: dict[str, list[int]] = {}
+    for key, first, last, name, low in rows:
+        covered = range(int(first), sizes.get(last, int(last) if last.isdigit() else int(first)) + 1)
+        indices.setdefault(key, []).extend(covered)
+        bound = -1.0 if name.startswith("has_SIGNAL") else float(low)
+        assert (spaces[key].low[list(covered)] == bound).all(), (key, name)
+    assert {key: len(found) for key, found in indices.items()} == {k: spaces[k].shape[0] for k in indices}
+    assert all(found == list(range(len(found))) for found in indices.values())
+    recipe_env: Any = PostTrainingEnv(ScriptedFamily()).observation_space
+    assert set(spaces) == set(recipe_env) | {"control", "recipe"}
 
 
 # Costs ----------------------------------------------------------------------------------------------------------------
