@@ -54,7 +54,7 @@ from .controller_states import RECIPE, SOURCES, legal, random_state, settings, s
 def known_rule(seen: ControlState) -> str:
     """A rule on a z-score, one on a raw value and one on a setting; ``none`` in about four of five states."""
     values, z = seen.signals.values, seen.signals.z
-    if z["loss"] > 3.0 and seen.legal[catalogue_index("lr_half")]:
+    if z["loss"] > 2.0 and seen.legal[catalogue_index("lr_half")]:
         return "lr_half"
     if (values["kl"] or 0.0) > 1.0 and seen.legal[catalogue_index("kl_up")]:
         return "kl_up"
@@ -78,7 +78,7 @@ def synthetic_log(rounds: int, steps: int = 100, seed: int = 0) -> list[LoggedRo
 def test_cloning_learns_a_known_rule() -> None:
     net, report = clone(gather(synthetic_log(40)), seed=0, settings=CloningSettings(updates=500))
     assert report.accuracy > 0.95 > report.nothing_accuracy
-    assert min(report.recall.values()) > 0.8 and set(report.recall) == {"none", "lr_half", "kl_up"}
+    assert min(report.recall.values()) > 0.85 and set(report.recall) == {"none", "lr_half", "kl_up"}
     assert (report.held_out_rounds, report.held_out_examples, report.train_examples) == (8, 800, 3200)
     assert net.actions == ("none", "lr_half", "kl_up") and net.facts["cloning"] == report.to_dict()
     controller = NetController(net)

@@ -110,6 +110,27 @@ def test_features_are_what_the_table_says() -> None:
     assert entry(features.vector(state()), "recent.rate") == 0.0  # a new round remembers nothing
 
 
+def test_features_follow_how_signals_move() -> None:
+    features = Features()
+    features.begin(RECIPE, SOURCES)
+    features.vector(state(1, signals(1, loss=2.0)))
+    for _ in range(2):  # a step that was seen counts once
+        vector = features.vector(state(2, signals(2, loss=1.0)))
+    fast, slow = 2.0 - 1 / 4, 2.0 - 1 / 12
+    change, gain = (fast - slow) / slow, (fast - 2.0) / 2.0
+    expected = {
+        "mean.loss": slow / (slow + 1.0),
+        "change.loss": change / (abs(change) + 0.05),
+        "gain.loss": gain / (abs(gain) + 0.5),
+        "mean.kl": 0.0,
+        "change.kl": 0.0,
+        "gain.kl": 0.0,
+    }
+    assert {name: entry(vector, name) for name in expected} == pytest.approx(expected, abs=1e-6)
+    absent = features.vector(state(3, signals(3)))
+    assert entry(absent, "mean.loss") == entry(vector, "mean.loss")  # what was known stays known
+
+
 def test_features_stay_in_bounds_and_finite() -> None:
     features = Features(hardware=True)
     recipe = replace(RECIPE, kl_coef=0.0, entropy_coef=0.0)

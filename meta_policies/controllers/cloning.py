@@ -115,10 +115,10 @@ class CloningSettings:
         threshold: see `PolicyNet`.
     """
 
-    updates: int = 800
-    batch_size: int = 256
+    updates: int = 600
+    batch_size: int = 128
     learning_rate: float = 5e-3
-    weight_decay: float = 0.5
+    weight_decay: float = 1.0
     balance: float = 0.5
     smoothing: float = 0.01
     held_out: float = 0.2

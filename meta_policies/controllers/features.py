@@ -91,7 +91,7 @@ FOLLOWED: Mapping[str, float] = MappingProxyType(
 """Signal -> smallest size its change is held against, of the signals whose means and changes are followed."""
 
 _FAST, _SLOW = 1 / 4, 1 / 12
-_HALF_CHANGE = 0.05
+_HALF_CHANGE, _HALF_GAIN = 0.05, 0.5
 _RECENT_STEPS = 8.0
 _SIGNAL_NAMES = tuple(SIGNALS)
 _GROUP_NAMES = tuple(dict.fromkeys(GROUPS.values()))
@@ -109,6 +109,7 @@ FEATURE_NAMES: tuple[str, ...] = (
     *(f"recent.{group}" for group in _GROUP_NAMES),
     *(f"mean.{name}" for name in FOLLOWED),
     *(f"change.{name}" for name in FOLLOWED),
+    *(f"gain.{name}" for name in FOLLOWED),
     "progress",
     "length",
     "early",
@@ -151,6 +152,11 @@ def describe_features() -> list[tuple[str, str]]:
             "c / (|c| + 0.05), where c is a moving average of weight 1/4 less that of 1/12, over the latter's size; in "
             "(-1, 1)",
         ),
+        (
+            "gain.SIGNAL",
+            "c / (|c| + 0.5), where c is the moving average of weight 1/4 less the round's first value, over the size "
+            "of that; in (-1, 1)",
+        ),
         ("progress", "share of the recipe's steps that are done, in [0, 1]"),
         ("length", "log10 of the recipe's steps over 5, in [0, 1]"),
         ("early", f"{_RECENT_STEPS:g} / ({_RECENT_STEPS:g} + steps done), in (0, 1]"),
@@ -175,7 +181,7 @@ class Features:
         self._mix_asked: tuple[float, ...] = (0.0,) * SOURCE_SLOTS
         self._gamma = 1.0
         self._last: dict[str, tuple[int, float]] = {}
-        self._averages: dict[str, tuple[float, float]] = {}
+        self._averages: dict[str, tuple[float, float, float]] = {}
         self._seen = 0
 
     def begin(self, recipe: Recipe, sources: Sequence[str]) -> None:
@@ -248,26 +254,29 @@ class Features:
         return rest
 
     def _followed(self, state: ControlState) -> list[float]:
-        """Return means and changes of the followed signals; a step that was seen already does not count again."""
+        """Return means, changes and gains of the followed signals; a step that was seen does not count again."""
         averages, values, new = self._averages, state.signals.values, state.step != self._seen
         self._seen = state.step
-        means, changes = [], []
+        means, changes, gains = [], [], []
         for name, smallest, scale in _FOLLOWED:
             value = values[name]
             if value is not None and new:
                 value = min(_LARGEST, max(-_LARGEST, value))  # so that no average can overflow
-                fast, slow = averages.get(name, (value, value))
-                averages[name] = (fast + _FAST * (value - fast), slow + _SLOW * (value - slow))
+                fast, slow, first = averages.get(name, (value, value, value))
+                averages[name] = (fast + _FAST * (value - fast), slow + _SLOW * (value - slow), first)
             if name not in averages:
                 means.append(0.0)
                 changes.append(0.0)
+                gains.append(0.0)
                 continue
-            fast, slow = averages[name]
+            fast, slow, first = averages[name]
             size = abs(slow)
             means.append(slow / (size + scale))
             change = (fast - slow) / max(size, smallest)
             changes.append(change / (abs(change) + _HALF_CHANGE))
-        return means + changes
+            gain = (fast - first) / max(abs(first), smallest)
+            gains.append(gain / (abs(gain) + _HALF_GAIN))
+        return means + changes + gains
 
 
 def nearest_action(adjustment: Adjustment, sources: Sequence[str]) -> int | None:

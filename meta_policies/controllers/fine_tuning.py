@@ -31,7 +31,7 @@ from .net import HIDDEN, LAYERS, PolicyNet
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-VALUE_HIDDEN = 16
+VALUE_HIDDEN = 12
 """Width of the value head's hidden layer; the head is left behind when the net is exported."""
 OBJECTIVES = ("improvement", "benchmark")
 _REMEMBERED = 4096
