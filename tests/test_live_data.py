@@ -38,8 +38,8 @@ def away(source: str, share: float = 1.0) -> Adjustment:
     return Adjustment("mix_away", share, source)
 
 
-@pytest.fixture(scope="module")
-def task(folder: Path) -> TinyTask:
+@pytest.fixture(scope="module", name="task")
+def task_of_four_sources(folder: Path) -> TinyTask:
     return FourSources(folder, folder)
 
 
@@ -206,7 +206,7 @@ def test_completions_left_from_before_are_not_used_again(trainer: TrlTrainer, ta
     asked = recipe("grpo", num_iterations=3, steps=4)
     for adjustment in (FEWER, UP, toward("ash"), Adjustment("hardest_rows")):
         watched = Watched(trainer, task, asked).after(1, adjustment)
-        calls = []
+        calls: list[int] = []
         inner = watched.session._trainer
         sample = inner._generate_single_turn
 

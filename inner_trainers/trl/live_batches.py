@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..faults import is_out_of_memory
 from ..messages import first_line
-from .live_data import LiveRows, Row, mean_by_pool
+from .live_data import LiveRows, Row
 from .memory import memory_in_use, peak_memory
 from .metering import Meter
 from .row_pools import ROW_NUMBER
@@ -58,8 +57,8 @@ class LiveBatches:
         """Let the trainer's rows change; called once, before it trains."""
         self.live_rows, self.examples = rows, examples
         self._on_cuda = self.args.device.type == "cuda"
-        self._numbers: list[NDArray[np.int64] | None] = []
-        self._noted: list[tuple[NDArray[np.int64], torch.Tensor, torch.Tensor]] = []
+        self._numbers: list[list[int] | None] = []
+        self._noted: list[tuple[list[int], torch.Tensor, torch.Tensor | None]] = []
 
     def hold_settings(self) -> None:
         """Let the trainer hold the batch size and the number of completions per prompt that are in force."""
@@ -122,12 +121,15 @@ class LiveBatches:
         """Note which rows the step trains on, and take their numbers out of what the loss sees."""
         self._numbers = []
         if samples is None:
-            self._numbers = [batch.pop(ROW_NUMBER, None) for batch in batches]
+            taken = [batch.pop(ROW_NUMBER, None) for batch in batches]
+            self._numbers = [None if numbers is None else numbers.tolist() for numbers in taken]
             for numbers in self._numbers:
                 if numbers is not None:
                     rows.trained_on(numbers)
         elif samples and batches and ROW_NUMBER in batches[0][0]:
-            rows.trained_on(np.unique([prompt[ROW_NUMBER] for prompt in batches[0]]))
+            assert rows.live is not None
+            copies = rows.live.now.num_generations if rows.grouped else 1
+            rows.trained_on([prompt[ROW_NUMBER] for prompt in batches[0][::copies]])
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()  # type: ignore[misc]
@@ -216,11 +218,11 @@ class LiveBatches:
 
         Args:
             losses: (B,), summed over what ``weights`` counts.
-            weights: (B,), supervised tokens of each row; None for one each.
+            weights: (B,), supervised tokens of each row, at least 1; None for one each.
         """
         numbers = self._numbers[self._pass_number] if self._pass_number < len(self._numbers) else None
         if numbers is not None:
-            self._noted.append((numbers, losses, torch.ones_like(losses) if weights is None else weights))
+            self._noted.append((numbers, losses, weights))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log a step, with the mean loss of each source that it had rows of."""
@@ -234,12 +236,12 @@ class LiveBatches:
 
     def _read_losses(self, rows: LiveRows) -> None:
         noted, self._noted = self._noted, []
-        numbers = np.concatenate([entry[0] for entry in noted])
-        sums, weights = torch.cat([entry[1].float() for entry in noted]), torch.cat([entry[2] for entry in noted])
-        losses, tokens = torch.stack([sums, weights.float()]).cpu().double().numpy()
-        with np.errstate(invalid="ignore", divide="ignore"):
-            rows.grade(numbers, losses / tokens)
-        for name, mean in mean_by_pool(rows.pools, numbers, losses, tokens).items():
+        numbers = [number for entry in noted for number in entry[0]]
+        losses = [loss for entry in noted for loss in entry[1].tolist()]
+        counts = ([1] * len(entry[0]) if entry[2] is None else entry[2].tolist() for entry in noted)
+        weights = [weight for count in counts for weight in count]
+        rows.grade(numbers, [loss / weight for loss, weight in zip(losses, weights, strict=True)])
+        for name, mean in rows.pools.means(numbers, losses, weights).items():
             self.meter.extra[f"loss/{name}"] = mean
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,7 +48,7 @@ class LiveRows:
     Attributes:
         live: the round; None until its session has begun, so that nothing is drawn.
         hard_share: share of each batch that is drawn from the hardest rows.
-        difficulty: (pools.total,) float32, how hard each row was when it was last seen: a row's loss per supervised
+        difficulty: (pools.total,) float64, how hard each row was when it was last seen: a row's loss per supervised
             token, a pair's loss, 1 - the mean reward of a prompt's completions. NaN for rows not seen.
         any_seen: whether the difficulty of some row is known.
         memory: foresees the memory of larger batches.
@@ -60,11 +61,12 @@ class LiveRows:
         self.live: LiveRound | None = None
         self.hard_share = 0.0
         self.any_seen = False
-        self.difficulty: NDArray[np.float32] = np.full(pools.total, np.nan, dtype=np.float32)
+        self._graded = array("d", [math.nan]) * pools.total  # plain, for row by row it is faster than an array of NumPy
+        self.difficulty: NDArray[np.float64] = np.frombuffer(self._graded)
         self.memory = MemoryModel()
         self.fitted: list[int] = []
         self.too_large: int | None = None
-        self._times: NDArray[np.int32] = np.zeros(pools.total, dtype=np.int32)
+        self._times = array("q", [0]) * pools.total
         self._queues: dict[str, deque[int]] = {}
         self._passes: dict[str, int] = {}
         self._mix: Mapping[str, float] | None = None
@@ -102,15 +104,18 @@ class LiveRows:
         sequences = now.batch_size * now.gradient_accumulation
         return sequences // now.num_generations if self.grouped else sequences
 
-    def trained_on(self, numbers: NDArray[np.int64]) -> None:
+    def trained_on(self, numbers: Sequence[int]) -> None:
         """Note that rows are trained on."""
-        self._times[numbers] += 1
+        times = self._times
+        for number in numbers:
+            times[number] += 1
 
-    def grade(self, numbers: NDArray[np.int64], difficulty: NDArray[np.float64]) -> None:
-        """Note how hard rows were; values that are not finite tell nothing."""
-        finite = np.isfinite(difficulty)
-        self.difficulty[numbers[finite]] = difficulty[finite]
-        self.any_seen = self.any_seen or bool(finite.any())
+    def grade(self, numbers: Sequence[int], difficulty: Sequence[float]) -> None:
+        """Note how hard rows were."""
+        graded = self._graded
+        for number, value in zip(numbers, difficulty, strict=True):
+            graded[number] = value
+        self.any_seen = True
 
     def pause(self) -> None:
         """Forget the order of the rows to come, as the library's loader draws the next step."""
@@ -167,7 +172,7 @@ class LiveRows:
         rng = np.random.default_rng([self._seed, _PASS, self.pools.names.index(pool), passes])
         order = usable[rng.permutation(len(usable))]
         if least_used:  # the loader has not come to them yet
-            times = self._times[order]
+            times = np.frombuffer(self._times, dtype=np.int64)[order]
             order = order[times == times.min()]
         found: list[int] = order.tolist()
         return found
@@ -178,7 +183,7 @@ class LiveRows:
             return []
         numbers = self.pools.usable(pool)
         difficulty = self.difficulty[numbers]
-        seen = np.flatnonzero(~np.isnan(difficulty))
+        seen = np.flatnonzero(np.isfinite(difficulty))
         if not len(seen):
             return []
         owed = self._hard_owed.get(pool, 0.0) + self.hard_share * count
@@ -236,13 +241,3 @@ class LiveRows:
 def data_settings(recipe: Recipe) -> tuple[object, ...]:
     """Return what decides about the rows of a step."""
     return recipe.batch_size, recipe.num_generations, tuple(sorted((n, w) for n, w in recipe.mix.items() if w > 0))
-
-
-def mean_by_pool(
-    pools: RowPools, numbers: NDArray[np.int64], sums: NDArray[np.float64], weights: NDArray[np.float64] | None = None
-) -> dict[str, float]:
-    """Return the mean of each pool that has some of the rows: ``sums`` over ``weights``, which are 1 when None."""
-    pool = pools.pool_of(numbers)
-    total = np.bincount(pool, sums, len(pools.names))
-    weight = np.bincount(pool, weights, len(pools.names))
-    return {name: float(total[i] / weight[i]) for i, name in enumerate(pools.names) if weight[i] > 0}

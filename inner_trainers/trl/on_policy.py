@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any
 
 import datasets
-import numpy as np
 import torch
 from trl.trainer.utils import add_fused_lm_head
 
@@ -23,7 +22,7 @@ from ..tokens import without_added_end
 from .algorithms import ALGORITHMS
 from .context import RoundContext
 from .live_batches import LiveBatches
-from .live_data import LiveRows, Row, mean_by_pool
+from .live_data import LiveRows, Row
 from .metering import MeteredTrainer
 from .row_pools import ROW_NUMBER
 
@@ -112,16 +111,17 @@ class MeteredRollouts(LiveBatches, MeteredTrainer):
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Any:
         """Return TRL's rewards, (B, reward functions), and note each source's mean and how hard each prompt was."""
         rewards = super()._calculate_rewards(inputs, *args, **kwargs)  # type: ignore[misc]
-        rows, totals = self.live_rows, rewards.sum(dim=1).double().cpu().numpy()
-        sparsity = reward_sparsity(totals.tolist())
+        rows, totals = self.live_rows, rewards.sum(dim=1).tolist()
+        sparsity = reward_sparsity(totals)
         if sparsity is not None:
             self._metrics["train"]["reward_sparsity"].append(sparsity)
         if rows is not None:
-            numbers = np.array([prompt[ROW_NUMBER] for prompt in inputs])
-            for name, mean in mean_by_pool(rows.pools, numbers, totals).items():
+            numbers = [prompt[ROW_NUMBER] for prompt in inputs]
+            for name, mean in rows.pools.means(numbers, totals).items():
                 self._metrics["train"][f"reward/{name}"].append(mean)
-            prompts, where, sizes = np.unique(numbers, return_inverse=True, return_counts=True)
-            rows.grade(prompts, 1.0 - np.bincount(where, totals) / sizes)
+            size = self.num_generations  # 1 where nothing compares completions; those of one prompt stand together
+            groups = (totals[first : first + size] for first in range(0, len(totals), size))
+            rows.grade(numbers[::size], [1.0 - sum(group) / size for group in groups])
         return rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -57,6 +58,7 @@ class RowPools:
         self._starts = np.cumsum([0, *sizes])
         self._start_of: dict[str, int] = dict(zip(self.names, self._starts.tolist(), strict=False))
         self.total = int(self._starts[-1])
+        self._pool_of = array("H", np.repeat(np.arange(len(self.names), dtype=np.uint16), sizes).tobytes())
         self._cut = dict(tokenised)
         self._refusals: dict[str, str | None] = {}
         self._usable: dict[str, NDArray[np.int64]] = {}
@@ -95,14 +97,17 @@ class RowPools:
         pool = int(np.searchsorted(self._starts, number, side="right")) - 1
         return self.names[pool], number - int(self._starts[pool])
 
-    def pool_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the index in ``names`` of each row's pool."""
-        return np.searchsorted(self._starts, numbers, side="right") - 1
-
-    def span(self, pool: str) -> slice:
-        """Return where a pool's rows stand in an array over all rows."""
-        number = self.names.index(pool)
-        return slice(int(self._starts[number]), int(self._starts[number + 1]))
+    def means(
+        self, numbers: Sequence[int], sums: Sequence[float], weights: Sequence[float] | None = None
+    ) -> dict[str, float]:
+        """Return the mean of each pool that has some of the rows: ``sums`` over ``weights``, which are 1 when None."""
+        # plain loops: for the rows of a step they take a third of the time that arrays would
+        pools, totals, counts = self._pool_of, [0.0] * len(self.names), [0.0] * len(self.names)
+        for number, total, count in zip(numbers, sums, weights or [1.0] * len(numbers), strict=True):
+            pool = pools[number]
+            totals[pool] += total
+            counts[pool] += count
+        return {self.names[i]: totals[i] / count for i, count in enumerate(counts) if count}
 
     def refusal(self, now: Recipe, source: str) -> str | None:
         """Return why a source cannot come into the mix of a running round; None when it can, or is in it."""
