@@ -323,6 +323,31 @@ def test_energy_is_the_difference_of_the_counter(install: Callable[..., Any]) ->
     assert module.started == 0
 
 
+def test_the_load_is_there_while_the_stretch_goes_on(
+    install: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telemetry, "SAMPLE_SECONDS", 1e-3)
+    loads, seen = iter([10, 90, 40]), threading.Event()
+
+    def rates(handle: int) -> Any:
+        load = next(loads, None)
+        if load is None:
+            seen.set()
+        return types.SimpleNamespace(gpu=40 if load is None else load)
+
+    install(nvmlDeviceGetUtilizationRates=rates)
+    stretch = RoundTelemetry("cuda:0")
+    assert stretch.utilisation_now is None
+    stretch.start()
+    assert stretch.utilisation_now in (0.1, 0.9, 0.4)  # the card was read once before `start` returned
+    assert seen.wait(10)
+    assert stretch.utilisation_now == 0.4
+    stretch.finish()
+    install(nvmlDeviceGetUtilizationRates=nvml_error("NotSupported", "Not Supported"))
+    with EnergyMeter("cuda:0") as meter:
+        assert meter.utilisation_now is None
+
+
 def test_without_a_counter_power_is_integrated(install: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry, "SAMPLE_SECONDS", 1e-3)
     seconds, watts = iter([0.0, 2.0, 3.0]), iter([100_000, 200_000, 50_000])
