@@ -168,9 +168,12 @@ class ScriptedSession:
                 return f"the adapters are {'frozen' if self._frozen else 'not frozen'} already"
         if kind in ("mix_toward", "mix_away"):
             return self._mix_refusal(adjustment)
-        if kind in ("batch_scale", "generations_step"):
-            changed = self._resized(adjustment)
-            return "no other size is legal" if changed == self._now else None
+        try:
+            changed = self._changed(adjustment)
+        except ValueError as error:
+            return str(error).rstrip(".")
+        if kind in ("batch_scale", "generations_step") and changed == self._now:
+            return "no other size is legal"
         return None
 
     def _mix_refusal(self, adjustment: Adjustment) -> str | None:
@@ -199,18 +202,12 @@ class ScriptedSession:
             self._ended = "stopped"
         elif kind == "lr_scale":
             self._factor *= number
-        elif kind in _SCALED:
-            name = _SCALED[kind]
-            changed: dict[str, Any] = {name: (getattr(self._now, name) or _CHANGED_FROM_ZERO) * number}
-            self._now = replace(self._now, **changed)
         elif kind in ("batch_scale", "generations_step"):
-            self._now = self._resized(adjustment)
+            self._now = self._changed(adjustment)
             self._price_steps()
             self._check_limit()
-        elif kind in ("mix_toward", "mix_away"):
-            self._now = replace(self._now, mix=shifted_mix(self._now.mix, adjustment))
         elif kind == "mix_reset":
-            self._now, self._hardest = replace(self._now, mix=self._recipe.mix), False
+            self._now, self._hardest = self._changed(adjustment), False
         elif kind == "hardest_rows":
             self._hardest = True
         elif kind.startswith("lora_"):
@@ -219,6 +216,25 @@ class ScriptedSession:
             self._snapshot = list(self._gains)
         elif kind == "rollback":
             self._gains = list(self._snapshot)
+        else:
+            self._now = self._changed(adjustment)
+
+    def _changed(self, adjustment: Adjustment) -> Recipe:
+        """Return the recipe in force after an adjustment; itself for kinds that are about something else.
+
+        Raises:
+            ValueError: a setting would leave the range it has in a recipe.
+        """
+        kind, now = adjustment.kind, self._now
+        if kind in _SCALED:
+            name = _SCALED[kind]
+            scaled: dict[str, Any] = {name: (getattr(now, name) or _CHANGED_FROM_ZERO) * adjustment.number}
+            return replace(now, **scaled)
+        if kind in ("mix_toward", "mix_away"):
+            return replace(now, mix=shifted_mix(now.mix, adjustment))
+        if kind == "mix_reset":
+            return replace(now, mix=self._recipe.mix)
+        return self._resized(adjustment) if kind in ("batch_scale", "generations_step") else now
 
     def _resized(self, adjustment: Adjustment) -> Recipe:
         """Return the recipe with another batch or number of generations; groups always divide the batch."""

@@ -335,6 +335,26 @@ def test_masks_are_what_the_session_refuses() -> None:
     assert env.action_masks().tolist() == [name == "none" for name in CATALOGUE_NAMES]
 
 
+@pytest.mark.parametrize(
+    ("name", "setting", "most"),
+    [
+        ("grad_clip_up", "max_grad_norm", 2.0**19),
+        ("temperature_up", "temperature", 1.1**24),
+        ("kl_up", "kl_coef", 0.01 * 1.5**22),
+        ("batch_down", "batch_size", 4.0),
+    ],
+)
+def test_a_setting_that_would_leave_its_range_is_masked(name: str, setting: str, most: float) -> None:
+    recipe = {**RECIPE, "algorithm": "grpo", "num_generations": 4, "steps": 60}
+    env = in_loop(recipe=recipe, interval=1, budget=1e9)
+    env.reset(seed=0)
+    for _ in range(58):
+        info = env.step(catalogue_index(name))[4]
+    assert info["running"]["settings"][setting] == pytest.approx(most)
+    assert not env.action_masks()[catalogue_index(name)]
+    assert info["illegal_count"] > 30
+
+
 def test_an_illegal_adjustment_becomes_none_flagged_and_counted() -> None:
     env, other = in_loop(interval=5), in_loop(interval=5)
     env.reset(seed=0)
