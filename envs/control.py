@@ -10,7 +10,7 @@ import numpy as np
 
 from ..inner_trainers.adjustments import SOURCE_SLOTS
 from ..inner_trainers.recipe import Recipe
-from ..inner_trainers.signals import SIGNALS, Z_LIMIT
+from ..inner_trainers.signals import SIGNALS
 from .running import Moment
 
 OPTIONAL = ("temperature", "kl_coef", "beta", "entropy_coef", "num_generations", "gamma", "lora_frozen")
@@ -83,21 +83,15 @@ SIGNAL_COLUMNS = (*SIGNALS, *(f"has_{name}" for name in SIGNALS))
 
 
 def signal_row(moment: Moment | None, clocked: bool) -> np.ndarray:
-    """Return ``(62,)`` float64: z-scores over `Z_LIMIT` in [-1, 1], then presence flags; zeros when no round runs.
+    """Return ``(62,)`` float32: z-scores over `Z_LIMIT` in [-1, 1], then presence flags; zeros when no round runs.
 
     Args:
         moment: what the round shows; None when none runs.
         clocked: whether signals that a clock or the machine decides are shown.
     """
-    row = np.zeros(len(SIGNAL_COLUMNS))
     if moment is None:
-        return row
-    for column, (name, kind) in enumerate(SIGNALS.items()):
-        if moment.signals.values.get(name) is None or (kind.clocked and not clocked):
-            continue
-        row[column] = moment.signals.z[name] / Z_LIMIT
-        row[len(SIGNALS) + column] = 1.0
-    return row
+        return np.zeros(len(SIGNAL_COLUMNS), np.float32)
+    return np.concatenate([moment.signals.vector(clocked), moment.signals.presence(clocked)])
 
 
 def control_row(moment: Moment | None, recipe: Recipe | None, sources: Sequence[str], refused: bool) -> np.ndarray:

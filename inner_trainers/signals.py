@@ -84,7 +84,7 @@ SIGNALS: Mapping[str, SignalKind] = MappingProxyType(
 )
 """Signals by name, in the order of vectors."""
 
-_OBSERVED = np.array([not kind.clocked for kind in SIGNALS.values()])
+_COUNTED = np.array([not kind.clocked for kind in SIGNALS.values()], np.float32)
 
 
 @dataclass(frozen=True)
@@ -104,15 +104,16 @@ class Signals:
     z: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(SIGNALS, 0.0))
     broken: tuple[str, ...] = ()
 
-    def vector(self) -> NDArray[np.float32]:
+    def vector(self, clocked: bool = False) -> NDArray[np.float32]:
         """Return z-scores over `Z_LIMIT` in the order of `SIGNALS`: (len(SIGNALS),) float32 in [-1, 1].
 
-        For observations, so signals that a clock decides are left out: they are 0, as absent ones.
+        Args:
+            clocked: whether signals that a clock decides are there; without, they are 0 like absent ones.
         """
-        scores = np.array([self.z[name] for name in SIGNALS], np.float32)
-        return np.where(_OBSERVED, scores / np.float32(Z_LIMIT), np.float32(0.0))
+        scores = (np.array([self.z[name] for name in SIGNALS]) / Z_LIMIT).astype(np.float32)
+        return scores if clocked else scores * _COUNTED
 
-    def presence(self) -> NDArray[np.float32]:
+    def presence(self, clocked: bool = False) -> NDArray[np.float32]:
         """Return 1 where `vector` holds a measured signal, else 0: (len(SIGNALS),) float32."""
         there = np.array([self.values[name] is not None for name in SIGNALS], np.float32)
-        return there * _OBSERVED.astype(np.float32)
+        return there if clocked else there * _COUNTED

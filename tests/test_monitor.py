@@ -223,6 +223,8 @@ def test_a_vector_holds_nothing_that_a_clock_decides() -> None:
     assert not signals.vector()[clocked].any() and not signals.presence()[clocked].any()
     assert signals.vector()[INDEX["loss"]] == pytest.approx(1.2247449 / Z_LIMIT)
     assert signals.presence()[INDEX["loss"]] == 1.0
+    assert signals.vector(clocked=True)[clocked].tolist() == pytest.approx([1.2247449 / Z_LIMIT, 0.0, 0.0, 0.0])
+    assert signals.presence(clocked=True)[clocked].tolist() == [1.0, 0.0, 0.0, 1.0]
 
 
 # The loss's trend ----------------------------------------------------------------------------------------------------

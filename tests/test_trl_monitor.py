@@ -21,7 +21,6 @@ from posttrain_gym.inner_trainers.trl.hardware import HardwareWatch
 from posttrain_gym.inner_trainers.trl.memory import memory_in_use, memory_total
 from posttrain_gym.inner_trainers.trl.metering import Meter
 from posttrain_gym.inner_trainers.trl.session import TrlSession
-from posttrain_gym.inner_trainers.trl.step_costs import PARTS, step_costs
 from posttrain_gym.inner_trainers.trl.trainer import TrlTrainer
 from tests.adjusted_rounds import SOURCES, FourSources
 from tests.adjusted_rounds import recipe as recipe_of
@@ -339,16 +338,3 @@ def test_memory_is_held_against_the_least_of_machine_and_containers(tmp_path: Pa
 
 def test_a_round_without_adjustments_is_what_it_was(trainer: TrlTrainer, task: TinyTask, sft_weights: Weights) -> None:
     assert equal(trained(trainer, task, sft()), sft_weights)
-
-
-def test_the_parts_of_our_own_code_are_timed_beside_the_step(trainer: TrlTrainer, task: TinyTask) -> None:
-    session = trainer.begin(task, sft(steps=6), trainer.base(task), 3)
-    assert isinstance(session, TrlSession)
-    seconds = step_costs(session, 3, warmup=2)
-    assert seconds.keys() == {"step", *PARTS}
-    assert all(len(taken) == 3 for taken in seconds.values())
-    for step, *parts in zip(*(seconds[name] for name in ("step", *PARTS)), strict=True):
-        assert 0 < sum(parts) < step
-    with pytest.raises(ValueError, match=r"the round ended at step 6, expected more than 1 \+ 9 steps"):
-        step_costs(session, 9, warmup=1)
-    session.close()
