@@ -17,7 +17,7 @@ from posttrain_gym.inner_trainers.trl.trainer import TrlTrainer
 from posttrain_gym.meta_policies.controllers.base import Candidate, ControlState, Decision, nothing
 from posttrain_gym.meta_policies.controllers.catalogue import make_controller
 from posttrain_gym.meta_policies.controllers.decision_log import DecisionLog
-from posttrain_gym.meta_policies.controllers.drive import Driven, LegalNow, OpeningController, drive_round
+from posttrain_gym.meta_policies.controllers.drive import Driven, LegalNow, OpeningController, SettingsNow, drive_round
 from posttrain_gym.meta_policies.controllers.log_reader import read_log
 from posttrain_gym.meta_policies.controllers.rules import Rule, RulesController, RuleSet
 from tests.control_states import rule
@@ -37,6 +37,7 @@ class Does:
         self._decide = decide
         self.steps: list[int] = []
         self.states: list[ControlState] = []
+        self.settings: list[dict[str, float]] = []
 
     def begin(self, recipe: Recipe, sources: Sequence[str]) -> None:
         self.begun = (recipe, tuple(sources))
@@ -44,6 +45,7 @@ class Does:
     def decide(self, state: ControlState) -> Decision:
         self.steps.append(state.step)
         self.states.append(state)
+        self.settings.append(dict(state.settings))
         decision: Decision = self._decide(state)
         return decision
 
@@ -121,6 +123,9 @@ def test_a_state_holds_what_the_session_shows(trainer: TrlTrainer, task: TinyTas
         assert state.signals.values["loss"] == pytest.approx(report.curves[state.step - 1]["loss"])
         assert state.settings["mix.bad"] == 0.5
     assert [state.settings["learning_rate"] for state in made.states] == pytest.approx([1e-2, 1e-2, 5e-3])
+    assert made.settings == [dict(state.settings) for state in made.states]
+    with pytest.raises(RuntimeError, match="legality can be looked up only while the round is parked"):
+        made.states[0].legal[HALF]
 
 
 def test_legality_is_looked_up_once_and_only_when_asked() -> None:
@@ -137,6 +142,21 @@ def test_legality_is_looked_up_once_and_only_when_asked() -> None:
     assert asked == ["stop"]
     assert list(legal) == legal[:] == [True, False, False]
     assert asked == ["stop", "none"]
+    legal.round_goes_on()
+    assert list(legal) == [True, False, False]  # what was looked up stays
+
+
+def test_settings_are_those_of_the_states_step_or_none_at_all() -> None:
+    class Session:
+        settings = {"learning_rate": 1.0}
+
+    read, unread = SettingsNow(Session()), SettingsNow(Session())  # type: ignore[arg-type]
+    assert (read["learning_rate"], read.get("gamma"), len(read), list(read)) == (1.0, None, 1, ["learning_rate"])
+    for settings in (read, unread):
+        settings.round_goes_on()
+    assert dict(read) == {"learning_rate": 1.0}
+    with pytest.raises(RuntimeError, match="settings can be looked up only while the round is parked"):
+        dict(unread)
 
 
 def test_a_round_can_be_stopped() -> None:
@@ -298,7 +318,7 @@ def test_an_interval_is_a_whole_number_of_steps(interval: Any) -> None:
 def test_a_controller_may_open_the_round(trainer: TrlTrainer, task: TinyTask, tmp_path: Path) -> None:
     class Opens(Does):
         def opening(self, settings: Mapping[str, float]) -> Candidate | None:
-            self.settings = settings
+            self.opened_at = settings["learning_rate"]
             return Candidate(HALF, Adjustment("lr_scale", 0.5), "test", "carefully")
 
     made = Opens(half_at(2))
@@ -307,7 +327,7 @@ def test_a_controller_may_open_the_round(trainer: TrlTrainer, task: TinyTask, tm
     with DecisionLog(tmp_path) as log:
         drive_round(session, sft(), made, log=log)
     report, _ = session.result()
-    assert made.settings["learning_rate"] == 1e-2
+    assert made.opened_at == 1e-2
     assert rates(report) == pytest.approx([5e-3, 5e-3, 2.5e-3, 2.5e-3])
     (logged,) = read_log(tmp_path)
     assert [(d.step, d.chosen) for d in logged.decisions][:2] == [(0, "lr_half"), (1, "none")]

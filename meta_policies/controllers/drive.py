@@ -50,12 +50,17 @@ class Driven:
 
 
 class LegalNow(Sequence[bool]):
-    """Which catalogue entries can be applied now, each looked up when it is asked for; true only while parked."""
+    """Which catalogue entries can be applied now, each looked up when it is asked for.
+
+    Raises:
+        RuntimeError: on reading, after the round has gone on, an entry that was not looked up before.
+    """
 
     __slots__ = ("_adjustments", "_known", "_session")
 
     def __init__(self, session: TrainingSession, adjustments: Sequence[Adjustment | None]) -> None:
-        self._session, self._adjustments = session, adjustments
+        self._session: TrainingSession | None = session
+        self._adjustments = adjustments
         self._known: list[bool | None] = [None] * len(adjustments)
 
     def __len__(self) -> int:
@@ -72,23 +77,35 @@ class LegalNow(Sequence[bool]):
             return [self[i] for i in range(*index.indices(len(self)))]
         known = self._known[index]
         if known is None:
+            if self._session is None:
+                raise RuntimeError("legality can be looked up only while the round is parked at the state's step.")
             adjustment = self._adjustments[index]
             known = adjustment is not None and self._session.refusal(adjustment) is None
             self._known[index] = known
         return known
 
+    def round_goes_on(self) -> None:
+        """Look nothing up from now on: the answer would be about another step."""
+        self._session = None
+
 
 class SettingsNow(Mapping[str, float]):
-    """The settings in force, put together when one is asked for; true only while parked."""
+    """The settings in force, put together when one is asked for.
+
+    Raises:
+        RuntimeError: on reading, after the round has gone on, when none was read before.
+    """
 
     __slots__ = ("_known", "_session")
 
     def __init__(self, session: TrainingSession) -> None:
-        self._session = session
+        self._session: TrainingSession | None = session
         self._known: Mapping[str, float] | None = None
 
     def _settings(self) -> Mapping[str, float]:
         if self._known is None:
+            if self._session is None:
+                raise RuntimeError("settings can be looked up only while the round is parked at the state's step.")
             self._known = self._session.settings
         return self._known
 
@@ -100,6 +117,10 @@ class SettingsNow(Mapping[str, float]):
 
     def __len__(self) -> int:
         return len(self._settings())
+
+    def round_goes_on(self) -> None:
+        """Look nothing up from now on: the answer would be about another step."""
+        self._session = None
 
 
 def drive_round(
@@ -232,6 +253,9 @@ class _Drive:
         clock = time.perf_counter()
         if self._log is not None:
             self._write("remember", state)  # mask and settings as they were when it was decided on
+        for lazy in (state.legal, state.settings):
+            if isinstance(lazy, LegalNow | SettingsNow):
+                lazy.round_goes_on()
         looked_up = time.perf_counter()
         chosen = decision.chosen
         refused = None

@@ -50,9 +50,7 @@ class LearningRateSchedule(ABC):
         if now <= 0 or math.isclose(now, wanted, rel_tol=1e-12):
             return None
         factor = min(wanted / now, KINDS["lr_scale"].high)
-        return Candidate(
-            None, Adjustment("lr_scale", factor), self.name, f"the schedule's rate at step {done + 1} is {wanted:g}"
-        )
+        return Candidate(None, Adjustment("lr_scale", factor), self.name, "the rate follows the schedule")
 
     def describe(self) -> Mapping[str, Any]:
         """Return the schedule's name."""
