@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
-from posttrain_gym.inner_trainers.adjustments import Adjustment
+from posttrain_gym.envs.in_loop import InLoopEnv
+from posttrain_gym.inner_trainers.adjustments import Adjustment, catalogue_index
+from posttrain_gym.inner_trainers.evaluation import Evaluator
 from posttrain_gym.inner_trainers.testing import TinyTask
 from posttrain_gym.inner_trainers.trl import executor
 from posttrain_gym.inner_trainers.trl.memory import memory_in_use
@@ -174,6 +177,54 @@ def test_two_hundred_sessions_leave_no_thread_no_model_and_no_memory(
     assert after - before < 24e6  # one leaked trainer per session, with its tiny model, would take about 60 MB
 
 
+class Impatient(threading.Event):
+    """Raises `KeyboardInterrupt` in its first two waits, and lets the step go on in the third."""
+
+    def __init__(self, hold: threading.Event) -> None:
+        super().__init__()
+        self._hold, self._waits = hold, 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._waits += 1
+        if self._waits <= 2:
+            raise KeyboardInterrupt
+        self._hold.set()
+        return super().wait(timeout)
+
+
+def test_a_step_that_was_interrupted_twice_ends_before_anything_else_happens(
+    trainer: TrlTrainer, task: TinyTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, hold, inside = MeteredSFTTrainer.compute_loss, threading.Event(), [0, 0]
+
+    def held(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inside[0] += 1
+        inside[1] = max(inside)
+        hold.wait(30)
+        loss = original(self, *args, **kwargs)
+        inside[0] -= 1
+        return loss
+
+    session = trainer.begin(task, sft(), trainer.base(task), 3)
+    monkeypatch.setattr(MeteredSFTTrainer, "compute_loss", held)
+    session._worker.parked = Impatient(hold)
+    with pytest.raises(KeyboardInterrupt):
+        session.advance()
+    said = "step 1 was interrupted and is still running; call advance to let it finish"
+    assert session.refusal(HALF) == said
+    with pytest.raises(ValueError, match=f"adjustment 'lr_scale': {said}"):
+        session.apply(HALF)
+    session.advance(1)
+    assert not session._worker.running
+    assert 1 <= session.step <= 2
+    session.apply(HALF)
+    session.advance()
+    report, checkpoint = session.result()
+    assert (report.ended, report.steps, report.failure, inside[1]) == ("finished", 4, None, 1)
+    assert checkpoint is not None
+    assert workers() == 0
+
+
 # Callers -------------------------------------------------------------------------------------------------------------
 
 
@@ -252,3 +303,27 @@ def test_the_callers_random_numbers_are_its_own(trainer: TrlTrainer, task: TinyT
     assert random.getstate() == states[0]
     assert np.random.get_state()[1].tolist() == states[1]  # type: ignore[index]
     assert torch.equal(torch.get_rng_state(), states[2])
+
+
+@pytest.mark.slow
+def test_workers_in_other_processes_drive_sessions_alike(task: TinyTask) -> None:
+    """And a worker that is closed in the middle of a round ends."""
+
+    def make() -> InLoopEnv:
+        quick = TrlTrainer(Evaluator(seeds=(0,), samples_per_seed=1, k=1))
+        return InLoopEnv(task, recipe=sft(steps=6), trainer=quick, interval=2)
+
+    actions = [catalogue_index(name) for name in ("lr_half", "snapshot", "rollback", "none")]
+    seen = []
+    for vector in (DummyVecEnv([make]), SubprocVecEnv([make], start_method="spawn")):
+        vector.seed(3)
+        rows: list[Any] = [vector.reset()]
+        for action in actions:  # the fourth begins the second round
+            observation, rewards, dones, infos = vector.step(np.array([action]))
+            rows.append({**observation, "rewards": rewards.astype(np.float32), "dones": dones})
+        seen.append((rows, repr(infos[0].get("settings"))))
+        vector.close()
+    for first, second in zip(seen[0][0], seen[1][0], strict=True):
+        assert first.keys() == second.keys()
+        assert [name for name in first if not np.array_equal(first[name], second[name])] == []
+    assert seen[0][1] == seen[1][1]
