@@ -315,7 +315,8 @@ def test_workers_in_other_processes_drive_sessions_alike(task: TinyTask) -> None
 
     actions = [catalogue_index(name) for name in ("lr_half", "snapshot", "rollback", "none")]
     seen = []
-    for vector in (DummyVecEnv([make]), SubprocVecEnv([make], start_method="spawn")):
+    vectors: list[Any] = [DummyVecEnv([make]), SubprocVecEnv([make], start_method="spawn")]
+    for vector in vectors:
         vector.seed(3)
         rows: list[Any] = [vector.reset()]
         for action in actions:  # the fourth begins the second round
