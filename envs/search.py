@@ -21,18 +21,16 @@ from ..inner_trainers.base import (
 )
 from ..inner_trainers.fault_kinds import failure
 from ..inner_trainers.faults import failure_from_exception
-from ..inner_trainers.probe_rounds import memory_to_hold_to, run_round
-from ..inner_trainers.probes import BatchSizeProbe, LearningRateProbe, batch_size_probe, learning_rate_probe
 from ..inner_trainers.recipe import STARTS, Recipe
 from ..inner_trainers.tasks.base import InnerTask
 from .budget import Budget, BudgetLedger
 from .decision_space import DecisionSpace
 from .journal import Journal
 from .prices import Prices
-from .probe_log import ProbeLog
 from .records import JournalMismatchError, Origin, Records
 from .running import RunningRound, SteeredSession, Steering, WrittenRound
 from .scoring import Scoring
+from .search_probes import ProbedSearch
 
 _LOG = logging.getLogger(__name__)
 
@@ -58,7 +56,7 @@ class Outcome:
     replayed: bool = False
 
 
-class Search:
+class Search(ProbedSearch):
     """State of one search; `run` does one round, `begin` and `finish` are its halves.
 
     Args:
@@ -99,7 +97,7 @@ class Search:
         self.task, self.trainer, self.space, self.seed = task, trainer, space, seed
         self.ledger = BudgetLedger(budget)
         self.outcomes: list[Outcome] = []
-        self.probes: list[LearningRateProbe | BatchSizeProbe] = []
+        self.probes = []
         self.stopped = False
         self.running: RunningRound | None = None
         self._journal, self._episode, self._reuse = journal, episode, reuse
@@ -245,78 +243,6 @@ class Search:
         running, self.running = self.running, None
         if running is not None:
             running.close()
-
-    def probe_learning_rate(self, recipe: Recipe, **settings: Any) -> LearningRateProbe:
-        """Return what short rounds at several learning rates show; they are charged, and no checkpoint comes of them.
-
-        What the evaluation of a round can cost is kept back.
-
-        Args:
-            recipe: what is asked; it need not be in the space, whose range the probe may narrow.
-            **settings: ``low``, ``high``, ``points`` and ``steps_per_point`` of `learning_rate_probe`.
-
-        Raises:
-            ValueError: the search is closed, or a setting or recipe that `learning_rate_probe` refuses.
-            JournalMismatchError: the journal holds another run.
-        """
-        found = learning_rate_probe(**self._probed("learning rate", recipe), **settings)
-        self.probes.append(found)
-        return found
-
-    def probe_batch_size(self, recipe: Recipe, *, memory_bytes: int | None = None, **settings: Any) -> BatchSizeProbe:
-        """Return which batches fit into memory; the steps are charged, and no checkpoint comes of them.
-
-        Where the limit is what the system can give, a restarted search keeps to the one that was written down.
-
-        Args:
-            recipe: what is asked; it need not be in the space, whose batches the probe may narrow.
-            memory_bytes: see `batch_size_probe`.
-            **settings: ``candidates`` of `batch_size_probe`.
-
-        Raises:
-            ValueError: the search is closed, or a setting or recipe that `batch_size_probe` refuses.
-            JournalMismatchError: the journal holds another run.
-        """
-        written = None if self._journal is None else self._journal.entry(f"{self._probe_key()}.0")
-        if memory_bytes is None:
-            memory_bytes = memory_to_hold_to(self.trainer) if written is None else written.get("memory_bytes")
-        common = self._probed("batch size", recipe, memory_bytes=memory_bytes)
-        found = batch_size_probe(**common, memory_bytes=memory_bytes, **settings)
-        self.probes.append(found)
-        return found
-
-    def _probe_key(self) -> str:
-        return f"{self._episode}.probe{len(self.probes)}"
-
-    def _probed(self, what: str, recipe: Recipe, **facts: Any) -> dict[str, Any]:
-        """Return what every probe is given: the checkpoint, what it may cost, and rounds that are written down."""
-        reason = self.closed()
-        if reason is not None:
-            raise ValueError(f"the search has ended ({reason}); start a new one.")
-        start = self.checkpoints[recipe.start]
-        seed = self._seed_from(start)
-
-        def content(tried: Recipe) -> dict[str, Any]:
-            ignored = self.trainer.ignored_settings(tried.algorithm)
-            identity = round_id(self.task, start, tried, seed, ignored)
-            return {"probe": what, "round": self.rounds, "round_id": identity, "trainer": self.records.fingerprint}
-
-        def train(tried: Recipe, limit: Limit | None) -> RoundReport:
-            return run_round(self.trainer, self.task, self.records.with_weights(start), seed, tried, limit)
-
-        log = ProbeLog(
-            key=self._probe_key(),
-            purpose=f"{what} probe",
-            ledger=self.ledger,
-            journal=self._journal,
-            lookup=self.records.entry,
-            content=content,
-            train=train,
-            facts=facts,
-        )
-        limit = self.ledger.reserve(self._prices.evaluation())
-        common = {"trainer": self.trainer, "task": self.task, "recipe": recipe, "start": start, "seed": seed}
-        return {**common, "limit": limit, "run": log.run}
 
     def _refusal(self, recipe: Recipe) -> Failure | None:
         """Return why the round cannot run, found before anything is loaded or charged; None when it can."""
