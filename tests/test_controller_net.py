@@ -96,7 +96,7 @@ def test_features_are_what_the_table_says() -> None:
         "mix.3": 0.0,
         "mix_change.1": 0.25,
         "mix_change.2": -0.25,
-        "recent.rate": -0.5,  # lowered 8 steps ago
+        "recent.rate": -4 / 12,  # lowered 8 steps ago
         "recent.kl": 1.0,  # raised just now
         "recent.batch": 0.0,
         "progress": 0.1,
@@ -424,7 +424,7 @@ def test_the_net_sees_what_the_rules_did() -> None:
     hybrid = begun(HybridController(Danger(), Watching(net_for({"none": 9.0}))))
     hybrid.decide(state(10, signals(kl=2.0)))
     hybrid.decide(state(18, signals(kl=0.0)))
-    assert seen == [0.0, -0.5]
+    assert seen == pytest.approx([0.0, -4 / 12])
 
 
 # ----------------------------------------------------------------------------------------------------------- by name

@@ -119,7 +119,7 @@ class CloningSettings:
     batch_size: int = 128
     learning_rate: float = 5e-3
     weight_decay: float = 1.0
-    balance: float = 0.5
+    balance: float = 0.3
     smoothing: float = 0.01
     held_out: float = 0.2
     threshold: float = 0.5

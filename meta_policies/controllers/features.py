@@ -92,7 +92,7 @@ FOLLOWED: Mapping[str, float] = MappingProxyType(
 
 _FAST, _SLOW = 1 / 4, 1 / 12
 _HALF_CHANGE, _HALF_GAIN = 0.05, 0.5
-_RECENT_STEPS = 8.0
+_RECENT_STEPS, _EARLY_STEPS = 4.0, 8.0
 _SIGNAL_NAMES = tuple(SIGNALS)
 _GROUP_NAMES = tuple(dict.fromkeys(GROUPS.values()))
 _SLOTS = range(1, SOURCE_SLOTS + 1)
@@ -159,7 +159,7 @@ def describe_features() -> list[tuple[str, str]]:
         ),
         ("progress", "share of the recipe's steps that are done, in [0, 1]"),
         ("length", "log10 of the recipe's steps over 5, in [0, 1]"),
-        ("early", f"{_RECENT_STEPS:g} / ({_RECENT_STEPS:g} + steps done), in (0, 1]"),
+        ("early", f"{_EARLY_STEPS:g} / ({_EARLY_STEPS:g} + steps done), in (0, 1]"),
         ("broken", "1 when a signal of the step was not finite, else 0"),
     ]
 
@@ -248,7 +248,7 @@ class Features:
         rest += [
             min(1.0, step / state.steps),
             math.log10(state.steps) / 5.0,
-            _RECENT_STEPS / (_RECENT_STEPS + step),
+            _EARLY_STEPS / (_EARLY_STEPS + step),
             1.0 if state.signals.broken else 0.0,
         ]
         return rest
