@@ -41,8 +41,8 @@ KINDS: Mapping[str, AdjustmentKind] = MappingProxyType(
         "stop": AdjustmentKind("end the round after the step that is done"),
         "snapshot": AdjustmentKind("keep the weights as they are, for a later rollback", changes_weights=False),
         "rollback": AdjustmentKind(
-            "put the last good weights back (the last snapshot, else those the round began with) and clear the "
-            "optimiser's state"
+            "put the last good weights back (the last snapshot, else those that a fault policy keeps, else the start) "
+            "and clear the optimiser's state"
         ),
         "log_more": AdjustmentKind(
             "measure gradients exactly and the loss per source at every step", changes_weights=False
