@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from types import MappingProxyType
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import pytest
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from trl.trainer.utils import add_fused_lm_head
 
 from posttrain_gym.inner_trainers.adjustments import Adjustment
 from posttrain_gym.inner_trainers.base import Checkpoint, RoundReport
@@ -16,6 +19,7 @@ from posttrain_gym.inner_trainers.recipe import Recipe
 from posttrain_gym.inner_trainers.testing import TinyTask
 from posttrain_gym.inner_trainers.trl import executor
 from posttrain_gym.inner_trainers.trl.live import LiveRound
+from posttrain_gym.inner_trainers.trl.settings import fused_temperature
 from posttrain_gym.inner_trainers.trl.sft import MeteredSFTTrainer
 from posttrain_gym.inner_trainers.trl.trainer import TrlTrainer
 from tests.adjusted_rounds import adjusted, before_updates, grpo_kl, learning_rate, rloo_kl
@@ -320,6 +324,48 @@ def test_a_temperature_that_reaches_only_the_sampler_or_only_the_loss_fails_the_
         assert report.failure is not None
         assert (report.failure.kind, report.failure.step) == ("setting_not_used", 2)
         assert f"temperature of {what} 1.0, asked for 0.5" in report.failure.evidence
+
+
+def test_the_temperature_of_a_loss_is_reached_under_mixed_precision(trainer: TrlTrainer, task: TinyTask) -> None:
+    """Accelerate wraps the forward pass twice for it; what is wrapped stays."""
+    model = trainer._load(task).model.with_weights(trainer.base(task).weights).eval()
+    add_fused_lm_head(model)
+    autocast: Any = torch.autocast("cpu", dtype=torch.bfloat16)
+    model.forward = MethodType(convert_outputs_to_fp32(autocast(model.forward.__func__)), model)
+    ids = torch.tensor([[3, 4, 5, 6]])
+    wrapped = model.forward
+
+    def log_probabilities() -> torch.Tensor:
+        with torch.no_grad():
+            found: torch.Tensor = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
+        return found
+
+    before = log_probabilities()
+    cell = fused_temperature(model)
+    assert cell.cell_contents == 1.0
+    cell.cell_contents = 0.5
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[:, :-1].float()
+    expected = torch.log_softmax(logits / 0.5, -1).gather(-1, ids[:, 1:, None])[..., 0]
+    assert model.forward is wrapped or model.forward == wrapped
+    assert torch.allclose(log_probabilities(), expected, atol=2e-2)  # bfloat16
+    assert not torch.allclose(before, expected, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_a_round_on_a_real_card_takes_every_adjustment_of_the_policy(
+    algorithm: str, precision: str, task: TinyTask
+) -> None:
+    trainer = TrlTrainer(device="cuda", precision=precision)
+    recipe = grpo(algorithm=algorithm, steps=6, kl_coef=0.1, entropy_coef=0.01, lora_rank=2, schedule="linear")
+    kinds = ("lr_scale", "grad_clip_scale", "kl_scale", "entropy_scale", "temperature_scale")
+    adjustments = [(2, Adjustment(kind, 0.5)) for kind in kinds]
+    others = [(2, KEEP), (2, Adjustment("lora_freeze")), (3, BACK), (3, RESTART), (4, Adjustment("lora_unfreeze"))]
+    made = [adjusted(trainer, task, recipe, *adjustments, *others) for _ in range(2)]
+    assert made[0][0].checkpoint == made[1][0].checkpoint
+    assert {value.device.type for value in made[0][1].values()} == {"cpu"}
 
 
 def test_an_entropy_bonus_that_stays_switched_off_fails_the_round(trainer: TrlTrainer, task: TinyTask) -> None:

@@ -40,10 +40,7 @@ class Executor:
 
     def refusal(self, adjustment: Adjustment) -> str | None:
         """Return why the adjustment cannot be applied now; None when it can."""
-        if adjustment.kind == "none":
-            return None
-        handler = HANDLERS.get(adjustment.kind)
-        return f"{adjustment.kind} is not there yet" if handler is None else handler.refusal(self._live, adjustment)
+        return None if adjustment.kind == "none" else HANDLERS[adjustment.kind].refusal(self._live, adjustment)
 
     def apply(self, adjustment: Adjustment) -> None:
         """Change the round from the next step on; the adjustment must not be refused."""
