@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from posttrain_gym.inner_trainers.testing import ScriptedTask, ScriptedTrainer, 
 from posttrain_gym.inner_trainers.trl.trainer import TrlTrainer
 from posttrain_gym.meta_policies.controllers.base import Controller
 from posttrain_gym.meta_policies.controllers.catalogue import make_controller
+from posttrain_gym.meta_policies.controllers.decision_log import DecisionLog
 from posttrain_gym.meta_policies.controllers.drive import drive_round
+from posttrain_gym.meta_policies.controllers.log_reader import read_log
 from posttrain_gym.meta_policies.controllers.schedules import SCHEDULES, AdaptiveKL, LearningRateSchedule
 from tests.control_states import state
 from tests.trl_fixtures import *  # noqa: F403
-from tests.trl_rounds import equal, sft, trained
+from tests.trl_rounds import equal, grpo, sft, trained
 
 RATES = {
     "constant": [1e-3] * 10,
@@ -101,6 +104,20 @@ def test_the_kl_coefficient_goes_to_its_target(
         coefficient *= adjustment.number if adjustment.kind == "kl_scale" else 1.0
         got.append(coefficient)
     assert got == pytest.approx(coefficients, rel=1e-12)
+
+
+def test_the_kl_coefficient_of_a_real_round_is_moved(trainer: TrlTrainer, task: TinyTask, tmp_path: Path) -> None:
+    recipe = grpo(steps=5, kl_coef=0.1)
+    session = trainer.begin(task, recipe, trainer.base(task), 3)
+    with DecisionLog(tmp_path) as log:
+        drive_round(session, recipe, make_controller("schedule:adaptive_kl_doubling", target=1e-7), log=log)
+    report, _ = session.result()
+    assert report.failure is None and report.flags == ()
+    (logged,) = read_log(tmp_path)
+    # the first step has not moved from the start yet: its KL is 0, and the coefficient is halved; later ones have
+    assert logged.decisions[0].state.signals.values["kl"] == pytest.approx(0.0, abs=1e-9)
+    seen = [decision.state.settings["kl_coef"] for decision in logged.decisions]
+    assert seen == pytest.approx([0.1, 0.05, 0.1, 0.2], rel=1e-12)
 
 
 def test_a_masked_kl_coefficient_is_left_alone() -> None:

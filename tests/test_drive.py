@@ -223,6 +223,8 @@ def illegal(state: ControlState) -> Decision:
             "it chose kl_up, which cannot be applied now",
         ),
         (lambda state: Decision(nothing("t"), flags="abc"), "flags and candidates must be tuples"),  # type: ignore[arg-type]
+        (lambda state: Decision(nothing("t"), ("x",)), "candidates must be Candidates, got ('x',)"),  # type: ignore[arg-type]
+        (lambda state: Decision(nothing("t"), held_back="x"), "held_back must be a mapping, got 'x'"),  # type: ignore[arg-type]
     ],
 )
 def test_a_controller_that_fails_leaves_the_round_unadjusted_and_is_flagged_once(
@@ -304,6 +306,20 @@ def test_a_log_that_cannot_be_written_does_not_end_the_round(tmp_path: Path, mon
         done, report = driven(Does(half_at(2)), log=log)
     assert rates(report) == [1e-3] * 2 + [5e-4] * 8 and done.applied == 1
     assert report.flags[1:] == ("the decision log ends after step 1: OSError: [Errno 28] No space left on device",)
+
+
+def test_facts_that_are_no_json_cost_the_log_alone(tmp_path: Path) -> None:
+    circle: dict[str, Any] = {}
+    circle["self"] = circle
+
+    class Circular(Does):
+        def describe(self) -> Mapping[str, Any]:
+            return circle
+
+    with DecisionLog(tmp_path) as log:
+        _, report = driven(Circular(half_at(2)), log=log)
+    assert rates(report) == [1e-3] * 2 + [5e-4] * 8
+    assert report.flags[1].startswith("the decision log ends after step 0: RecursionError")
 
 
 @pytest.mark.parametrize("interval", [0, -1, 1.5, True, "2"])

@@ -246,7 +246,7 @@ class _Drive:
             self._write("timings", state.step, times)
             return
         for sentence in decision.flags:
-            self._flag(sentence)
+            self._flag(str(sentence))
         self._carry_out(state, decision, times)
 
     def _carry_out(self, state: ControlState, decision: Decision, times: dict[str, float]) -> None:
@@ -291,6 +291,10 @@ class _Drive:
             return f"the chosen candidate is {chosen!r}, expected a Candidate with an Adjustment"
         if not isinstance(decision.flags, tuple | list) or not isinstance(decision.candidates, tuple | list):
             return "flags and candidates must be tuples"
+        if not all(isinstance(candidate, Candidate) for candidate in decision.candidates):
+            return f"candidates must be Candidates, got {decision.candidates!r}"
+        if not isinstance(decision.held_back, Mapping):
+            return f"held_back must be a mapping, got {decision.held_back!r}"
         if chosen.action is None:
             return None
         try:
@@ -335,6 +339,6 @@ class _Drive:
             return
         try:
             getattr(self._log, what)(*arguments)
-        except OSError as error:
+        except Exception as error:  # a full disk, or facts of a person's controller that are no JSON
             self._log = None
             self._flag(f"the decision log ends after step {self._session.step}: {first_line(error)}")
