@@ -207,7 +207,7 @@ def test_a_sample_is_small_and_spread_over_the_tensor(accelerator: Accelerator) 
     assert len(sample._chosen) == SAMPLED_TENSORS
     assert sample.count <= SAMPLED_TENSORS * SAMPLED_ENTRIES
     runs = 8000 // 64 * torch.arange(64.0)[:, None] + torch.arange(16.0)
-    assert torch.equal(sample._last[:1024], runs.flatten())
+    assert torch.equal(sample._rows[2][:1024], runs.flatten())
     assert meter._copies is None  # nothing else is kept
     turned = torch.arange(8000.0).reshape(80, 100).T
     assert not turned.is_contiguous()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType
 
-SAMPLED_TENSORS = 4
+SAMPLED_TENSORS = 3
 """Parameter tensors whose gradients are sampled, evenly spread over those with more than one dimension."""
 
 SAMPLED_ENTRIES = 1024
@@ -40,7 +40,7 @@ class GradientMeter:
         parameters: the names and tensors that are clipped together, in the library's order.
 
     Attributes:
-        seconds: what the last measurement took beyond clipping, on the thread that asked for it.
+        seconds: what the last measurement took beyond clipping, on the thread that asked for it, with its reading.
     """
 
     def __init__(self, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
@@ -58,6 +58,7 @@ class GradientMeter:
         self._shown: list[str] = []
         self._entries = self._looked_at = 1
         self._max_norm = math.inf
+        self._swapped = False
         self.seconds = 0.0
 
     def clip(self, accelerator: Any, max_norm: float, exact: bool) -> torch.Tensor | None:
@@ -97,9 +98,11 @@ class GradientMeter:
         facts, self._facts = self._facts, None
         if facts is None or (self._copied is not None and not self._copied.query()):
             return {}, {}
+        began = time.perf_counter()
         numbers: list[float] = facts.tolist() if isinstance(facts, torch.Tensor) else facts
-        norms = dict(zip(self._shown, numbers[_FACTS:], strict=True))
-        return self._signals(*numbers[:_FACTS]), norms
+        signals, norms = self._signals(*numbers[:_FACTS]), dict(zip(self._shown, numbers[_FACTS:], strict=True))
+        self.seconds += time.perf_counter() - began
+        return signals, norms
 
     # What is measured -------------------------------------------------------------------------------------------
 
@@ -111,26 +114,26 @@ class GradientMeter:
             found: list[float] = norms.tolist()
             smallest: Any = min(filter(None, found), default=math.inf)
             rows: list[list[float]] = products.tolist()
-            self._facts = [norm.item(), max(found), smallest, *chain(*rows), *(found if exact else ())]
+            self._facts = [math.hypot(*found), max(found), smallest, *chain(*rows), *(found if exact else ())]
             return
         smallest = torch.where(norms != 0, norms, math.inf).amin()
         facts = [torch.stack([norm, norms.amax(), smallest]).double(), products.double().flatten()]
         self._copy(torch.cat([*facts, norms.double()] if exact else facts))
 
     def _products_of_sample(self) -> torch.Tensor:
-        """Return the products of ones, last and new entries with the last and the new, of a sample: (3, 2)."""
+        """Return the products of a sample's entries, see `_Sample.products`: (3, 2)."""
         self._shown, self._copies = [], None
         products = None if self._sample is None else self._sample.products()
         while products is None:
             self._sample = _Sample([p for p in self._parameters if p.grad is not None])
             products = self._sample.products()
         assert self._sample is not None
-        self._looked_at = self._sample.count
+        self._looked_at, self._swapped = self._sample.count, self._sample.swapped
         return products
 
     def _products_of_all(self, gradients: list[torch.Tensor], norm: torch.Tensor) -> torch.Tensor:
-        """Return the same of all entries, and keep a copy of them."""
-        self._sample, self._looked_at = None, self._entries
+        """Return the products of ones, last and new entries with the last and the new: (3, 2). Keeps a copy."""
+        self._sample, self._looked_at, self._swapped = None, self._entries, False
         last, shown = self._copies, self._shown
         self._shown = [name for name, p in zip(self._names, self._parameters, strict=True) if p.grad is not None]
         square = norm.double() ** 2
@@ -157,6 +160,8 @@ class GradientMeter:
         if not math.isfinite(norm):
             return dict.fromkeys(("grad_norm_ratio", "grad_variance", "grad_clip_ratio"), math.nan)
         _, total, before, dot, _, square = products
+        if self._swapped:
+            total, _, square, dot, _, before = products
         found = {"grad_clip_ratio": min(1.0, self._max_norm / (norm + 1e-6))}  # the library's own formula
         variance = norm**2 / self._entries - (total / self._looked_at) ** 2
         if math.isfinite(variance):
@@ -176,6 +181,7 @@ class _Sample:
 
     Attributes:
         count: entries.
+        swapped: whether last and new are the other way round in the products.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -188,10 +194,11 @@ class _Sample:
             runs = min(SAMPLED_ENTRIES, parameter.numel()) // width
             self._places.append(((runs, width), (parameter.numel() // runs, 1)))
         self.count = sum(runs * width for (runs, _), _ in self._places)
-        rows = torch.zeros(3, self.count, device=parameters[0].device)  # ones, the last values, the new
+        rows = torch.zeros(3, self.count, device=parameters[0].device)  # ones, and by turns the last values and the new
         rows[0] = 1.0
-        self._rows, self._last, self._last_and_new = rows, rows[1], rows[1:].t()
-        self._new, self._new_runs = rows[2], rows[2].view(-1, width)
+        self._rows, self._turns = rows, rows[1:].t()
+        self._runs = rows[1].view(-1, width), rows[2].view(-1, width)
+        self.swapped = True
 
     def products(self) -> torch.Tensor | None:
         """Take in the gradients; return the products of ones, last and new values with the last and the new: (3, 2).
@@ -205,10 +212,9 @@ class _Sample:
                 return None
             whole = gradient if gradient.is_contiguous() else gradient.contiguous()
             parts.append(whole.as_strided(size, stride))
-        torch.cat(parts, out=self._new_runs)
-        found = torch.mm(self._rows, self._last_and_new)
-        self._last.copy_(self._new)
-        return found
+        self.swapped = not self.swapped
+        torch.cat(parts, out=self._runs[0 if self.swapped else 1])
+        return torch.mm(self._rows, self._turns)
 
 
 def _alike(tensors: Sequence[torch.Tensor]) -> bool:
