@@ -100,13 +100,13 @@ class PolicyNet:
             features: (FEATURE_COUNT,) float32.
             legal: (37,) truth values; ``none`` always counts as legal.
         """
-        mask = np.zeros(len(CATALOGUE_NAMES), dtype=bool)
-        mask[self._choices] = [legal[index] for index in self._choices]  # each look at legality may cost something
-        mask[NONE] = True
-        logits = self.logits(features)
-        logits -= logits[mask].max()
-        weights = np.where(mask, np.exp(np.minimum(logits, 0.0)), np.float32(0.0))
-        return np.asarray(weights / weights.sum())
+        # each look at legality may cost something, so what it may not choose anyway is not looked at
+        chosen = [index for index in self._choices if index == NONE or legal[index]]
+        logits = self.logits(features)[chosen]
+        weights = np.exp(logits - logits.max())
+        odds = np.zeros(len(CATALOGUE_NAMES), dtype=np.float32)
+        odds[chosen] = weights / weights.sum()
+        return odds
 
     def save(self, path: str | Path) -> Path:
         """Write it as safetensors, atomically; equal nets give equal bytes.

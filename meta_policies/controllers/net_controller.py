@@ -7,8 +7,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ...inner_trainers.adjustments import CATALOGUE, CATALOGUE_NAMES, NONE, Adjustment
 from ...inner_trainers.messages import require_number
 from ...inner_trainers.recipe import Recipe
@@ -91,14 +89,13 @@ class NetController:
 
     def propose(self, state: ControlState) -> Decision:
         """Return what `decide` would, without taking it as done."""
-        odds = self.net.probabilities(self._features.vector(state), state.legal)
-        best = int(odds.argmax())
-        sure = float(odds[best])
-        shown = np.flatnonzero(odds >= min(sure, SHOWN_PROBABILITY)).tolist()
-        candidates = {action: self._candidate(action, float(odds[action])) for action in shown}
+        odds = self.net.probabilities(self._features.vector(state), state.legal).tolist()
+        sure = max(odds)
+        best, floor = odds.index(sure), min(sure, SHOWN_PROBABILITY)
+        candidates = {action: self._candidate(action, odd) for action, odd in enumerate(odds) if odd >= floor}
         if best == NONE or sure >= self.threshold:
             return Decision(candidates[best], tuple(candidates.values()))
-        chosen = Candidate(NONE, _NOTHING, self.name, f"no adjustment reaches {self.threshold:.2f}", float(odds[NONE]))
+        chosen = Candidate(NONE, _NOTHING, self.name, f"no adjustment reaches {self.threshold:.2f}", odds[NONE])
         candidates[NONE] = chosen
         why = f"{CATALOGUE_NAMES[best]} at {sure:.2f} is below {self.threshold:.2f}"
         return Decision(chosen, tuple(candidates.values()), {self.name: why})
