@@ -15,6 +15,7 @@ from posttrain_gym.inner_trainers.adjustments import Adjustment
 from posttrain_gym.inner_trainers.base import Limit
 from posttrain_gym.inner_trainers.fault_policy import FaultPolicy
 from posttrain_gym.inner_trainers.recipe import Recipe
+from posttrain_gym.inner_trainers.tasks.base import Source
 from posttrain_gym.inner_trainers.testing import TinyTask
 from posttrain_gym.inner_trainers.trl.apportionment import Apportionment
 from posttrain_gym.inner_trainers.trl.session import TrlSession
@@ -51,7 +52,7 @@ class Watched:
         self.passes: dict[int, list[list[str]]] = defaultdict(list)
         self._inner, self._sides = self.session._trainer, 2 if asked.algorithm == "dpo" else 1
         self._source = {
-            row["prompt"]: name for name, source in task.built.sources.items() for row in source.rows["prompts"]
+            row["prompt"]: name for name, source in task.built.sources.items() for row in source.rows.get("prompts", ())
         }
         trunk_of(self._inner.model).register_forward_pre_hook(self._note, with_kwargs=True)
 
@@ -313,6 +314,40 @@ def test_sources_that_cannot_change_the_mix_are_refused(trainer: TrlTrainer, tas
     assert alone.refusal(away("good")) == "'good' is the only source with prompts rows"
     assert "no source 'bad' has prompts rows" in str(alone.refusal(toward("bad")))
     alone.close()
+
+
+class LongSource(TinyTask):
+    """Two sources: one of short rows, one of rows with prompts of so many letters; every other of those is longer."""
+
+    name = "long"
+
+    def __init__(self, folder: Path, lengths: Sequence[int]) -> None:
+        super().__init__(folder)
+        self._lengths = lengths
+
+    def sources(self) -> list[Source]:
+        rows = [{"prompt": "a" * length + "=", "completion": "b"} for length in self._lengths]
+        short = [{"prompt": f"{letter}=", "completion": "b"} for letter in "abcdefgh"]
+        return [Source("long", {"demonstrations": rows}), Source("short", {"demonstrations": short})]
+
+
+def test_a_source_that_comes_into_the_mix_is_held_to_what_the_recipe_asks(trainer: TrlTrainer, folder: Path) -> None:
+    task = LongSource(folder, [5, 40] * 4)
+    asked = recipe("sft", mix={"short": 1.0}, max_length=16)
+    watched = Watched(trainer, task, asked).after(1, toward("long", 1.0))
+    report = watched.finish()
+    assert [flag for flag in report.flags if "'long'" in flag] == [
+        "4 of 8 rows of source 'long' keep no completion token at max_length 16: rows 2, 4, 6, 8"
+    ]
+    assert watched.prompts(2) == ["aaaa"] * 8  # none of the rows that keep nothing
+    task = LongSource(folder, [40] * 8)
+    watched = Watched(trainer, task, asked)
+    assert "at 16 all 8 rows of source 'long' keep no completion token" in watched.refusal(toward("long"))
+    watched.close()
+    task = LongSource(folder, [200] * 8)  # the model has 128 positions
+    watched = Watched(trainer, task, recipe("sft", mix={"short": 1.0}, max_length=256))
+    assert "do not fit the 128 positions of the model" in watched.refusal(toward("long"))
+    watched.close()
 
 
 def test_replayed_rows_keep_their_share(trainer: TrlTrainer, task: TinyTask) -> None:
@@ -644,3 +679,22 @@ def test_the_checkpoint_of_a_round_that_ran_out_of_memory_has_an_id_of_its_own(
         ids.add(watched.finish().checkpoint)
     ids.add(run(trainer, task, recipe("sft"))[0].checkpoint)
     assert len(ids) == 3
+
+
+@pytest.mark.gpu
+def test_a_card_that_is_full_takes_the_grown_batch_back(task: TinyTask) -> None:
+    watched = Watched(TrlTrainer(device="cuda"), task, recipe("sft", steps=3)).after(1)
+    memory = watched.session._trainer.live_rows.memory
+    assert list(memory.peaks) == [8]
+    memory.level = memory.peaks[8]  # so that the model foresees no growth and the card itself must say no
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**24) / total)
+    try:
+        watched.after(1, Adjustment("batch_scale", 1000.0))  # 8,000 rows of 6 tokens take far more than 16 MB
+        report = watched.finish()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert (report.ended, report.steps) == ("finished", 3)
+    assert watched.sizes(2)[-1] == 8 and watched.sizes(3) == [8]
+    assert sum("memory ran out at a batch of 8000" in flag for flag in report.flags) == 1
