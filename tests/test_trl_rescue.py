@@ -190,10 +190,9 @@ def test_a_round_rolled_back_to_before_its_first_signal_keeps_its_fault_and_can_
 
 
 def test_a_failed_round_claims_no_roll_back(task: TinyTask, monkeypatch: pytest.MonkeyPatch) -> None:
-    from posttrain_gym.inner_trainers.trl import session as session_module
-
     spoil(monkeypatch, (3,))
-    monkeypatch.setattr(session_module, "settings_not_used", lambda *_: ["the trainer used steps 5, asked for 4"])
+    not_used = "posttrain_gym.inner_trainers.trl.settings_watch.settings_not_used"
+    monkeypatch.setattr(not_used, lambda *_: ["the trainer used steps 5, asked for 4"])
     report, checkpoint = run(rescuing("rollback"), task, sft())
     assert checkpoint is None and report.failure is not None
     assert (report.failure.kind, report.rescued, report.rolled_back_to) == ("setting_not_used", (), None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -34,7 +33,7 @@ from .memory import forget_peak, peak_memory, take_apart
 from .metering import Meter
 from .models import copy_weights, trainable_tensors
 from .rescue import Rescue
-from .settings import settings_not_used
+from .settings_watch import SettingsWatch
 from .worker import Worker
 
 
@@ -70,14 +69,8 @@ class TrlSession:
         self._flags, self._rows_without_supervision = list(flags), rows_without_supervision
         self._quota = 0
         self._failure: Failure | None = None
-        self._not_used: Failure | None = None
         self._ended: str | None = None
         self._curves: list[dict[str, float]] = []
-        self._rates_used: list[float] = []
-        self._rates_asked: list[float] = []
-        self._rate_factors: list[float] = []
-        self._sequences_asked = 0
-        self._sequences_done = 0  # not those of a step that an exception ended
         self._slowest_step = self._step_began = 0.0
         self._memory_used: int | None = None
         self._peak_memory: int | None = None
@@ -94,6 +87,7 @@ class TrlSession:
             step_bound=step_bound,
         )
         self._executor = Executor(self._live)
+        self._settings_watch = SettingsWatch(self._live)
         self._worker = Worker(self._train, self._hurry, torch_threads)
         self._telemetry = RoundTelemetry(device)
         self._monitor = Monitor(sorted(recipe.mix), on_policy=spec.on_policy)
@@ -212,7 +206,7 @@ class TrlSession:
             self._flags.extend(completion_flags(self._curves))
             checkpoint = None
             if weights is not None:
-                factors = self._rate_factors[: self.step]
+                factors = self._settings_watch.factors[: self.step]
                 history = [*self._meter.history, *self._rescue.history, *self._executor.history()]
                 made = checkpoint_id(self._round_id, self._recipe.steps, factors, history)
                 checkpoint = Checkpoint(made, weights, self._start.depth + 1)
@@ -245,14 +239,13 @@ class TrlSession:
         seconds = time.perf_counter() - self._step_began
         loss = self._meter.take_loss()
         grad_norm = logs.get("grad_norm")
-        row = {"step": float(self.step + 1), "loss": loss, "learning_rate": self._rates_used[-1]}
+        row = {"step": float(self.step + 1), "loss": loss, "learning_rate": self._settings_watch.rates[-1]}
         row.update(curve_values(logs))
         row.update(self._meter.extra)
         self._meter.extra.clear()
         self._curves.append(row)
         self._live.step = self.step
-        self._sequences_done = self._meter.sequences
-        self._sequences_asked += self._live.now.batch_size * self._live.now.gradient_accumulation
+        self._settings_watch.step_done()
         self._slowest_step = max(self._slowest_step, seconds)
         self._step_began = time.perf_counter()
         self._note_memory()
@@ -327,8 +320,7 @@ class TrlSession:
             flags=list(meter.flags),
             history=list(meter.history),
         )
-        self._curves, self._rate_factors = list(self._curves), list(self._rate_factors)
-        self._rates_used, self._rates_asked = list(self._rates_used), list(self._rates_asked)
+        self._curves, self._settings_watch = list(self._curves), self._settings_watch.detached()
         self._trainer = None
         self._pass_time_limit(
             f"in a step; its worker did not answer within {self._policy.grace_seconds:g} seconds and was given up, "
@@ -361,38 +353,6 @@ class TrlSession:
             spent += time.perf_counter() - self._worker.began
         return spent + next_step > self._limit.amount
 
-    def _note_rate(self, rate: float) -> None:
-        """Note the rate a step is about to use, beside the one it was asked to. Called on the worker."""
-        self._rates_used.append(rate)
-        self._rates_asked.append(self._live.rates.at(len(self._rates_used)))
-        self._rate_factors.append(self._live.rates.factor)
-
-    def _check_adjusted(self) -> None:
-        """Compare the settings that were adjusted since the last step with what the trainer holds. On the worker.
-
-        At the end of the round it would be too late: a later adjustment may have hidden that one never arrived.
-        """
-        if not self._live.unchecked:
-            return
-        self._live.unchecked = False
-        different = settings_not_used(self._trainer, self._live.now, self._live.spec.reads)
-        if different and self._not_used is None:
-            self._not_used = failure("setting_not_used", len(self._rates_used), "; ".join(different))
-
-    def _setting_not_used(self) -> Failure | None:
-        """Return a failure when a step used another learning rate, batch or setting than it was asked to."""
-        if self._not_used is not None:
-            return self._not_used
-        for step, (used, asked) in enumerate(zip(self._rates_used, self._rates_asked, strict=True), start=1):
-            if not math.isclose(used, asked, rel_tol=1e-6, abs_tol=1e-15):
-                evidence = f"step {step} used learning rate {used:g}, asked for {asked:g}"
-                return failure("setting_not_used", step, evidence)
-        if self._sequences_done != self._sequences_asked:
-            evidence = f"{self._sequences_done} sequences were trained on, asked for {self._sequences_asked}"
-            return failure("setting_not_used", self.step, evidence)
-        different = settings_not_used(self._trainer, self._live.now, self._live.spec.reads)
-        return failure("setting_not_used", self.step, "; ".join(different)) if different else None
-
     def _fail(self, fault: Failure) -> None:
         self._failure, self._ended = fault, "failed"
 
@@ -417,10 +377,9 @@ class TrlSession:
 
     def _before_update(self, rate: float) -> None:
         """Note the rate of the step that is about to be taken, and the weights it starts from. Called on the worker."""
-        self._note_rate(rate)
-        self._check_adjusted()
+        self._settings_watch.before_update(rate)
         self._note_memory()
-        self._rescue.before_update(len(self._rates_used), self._trainer)
+        self._rescue.before_update(len(self._settings_watch.rates), self._trainer)
 
     def _note_memory(self) -> None:
         """Note the memory in use; called on the worker between passes.
@@ -465,7 +424,7 @@ class TrlSession:
             return failure(kind, 0, "no optimiser step was taken")
         if self._meter.supervised_tokens == 0:
             return failure("nothing_supervised", self.step, "no token carried a loss in the whole round")
-        fault = self._setting_not_used()
+        fault = self._settings_watch.fault()
         if fault is None and self._ended in ("finished", "budget"):  # one that was stopped might have met signal later
             fault = self._watch.round_ended(self.step)
         return fault
