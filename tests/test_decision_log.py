@@ -201,6 +201,29 @@ def test_a_cut_line_is_left_out_and_set_aside_when_the_log_goes_on(tmp_path: Pat
     assert log.decisions == second.decisions
 
 
+def test_a_log_that_was_cut_anywhere_loads_its_whole_lines_and_goes_on(tmp_path: Path) -> None:
+    with DecisionLog(tmp_path) as log:
+        log.begin(RECIPE, ("left",), "x", {}, 1)
+        log.failed(1, "first")
+        log.failed(2, "second")
+    path, aside = tmp_path / "decisions.jsonl", tmp_path / "decisions.damaged"
+    raw = path.read_bytes()
+    ends = [index + 1 for index, byte in enumerate(raw) if byte == 10]
+    near_ends = [end + offset for end in ends for offset in (-1, 0, 1) if end + offset <= len(raw)]
+    for size in sorted({*range(0, len(raw), 9), *near_ends}):
+        path.write_bytes(raw[:size])
+        rounds = read_log(tmp_path)
+        whole = sum(end <= size for end in ends)
+        assert [entry.failure for entry in rounds] == [[], [None], [(1, "first")], [(2, "second")]][whole]
+        if size % 5 == 0 or size in near_ends:
+            aside.unlink(missing_ok=True)
+            with DecisionLog(tmp_path) as log:
+                log.begin(RECIPE, ("left",), "y", {}, 1)
+            assert [entry.controller for entry in read_log(tmp_path)] == (["x", "y"] if whole else ["y"])
+            kept = ends[whole - 1] if whole else 0
+            assert (aside.read_bytes() if aside.exists() else b"") == (raw[kept:size] + b"\n" if size > kept else b"")
+
+
 @pytest.mark.parametrize(
     ("line", "change", "problem"),
     [
