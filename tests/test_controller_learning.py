@@ -382,6 +382,33 @@ def test_a_failed_round_counts_the_steps_it_lost() -> None:
     view.close()
 
 
+def test_a_round_that_fails_before_its_first_step_has_nothing_to_say() -> None:
+    view = ControlView(in_loop(trainer=ScriptedTrainer(faults={0: RuntimeError("out of luck")})))
+    seen, _ = view.reset(seed=0)
+    assert view.observation_space.contains(seen) and np.flatnonzero(view.action_masks()).tolist() == [0]
+    _, _, ended, _, info = view.step(0)
+    outcome = info["control"]
+    assert ended and (outcome.kind, outcome.before, outcome.after, outcome.steps_lost) == (None, None, None, 20)
+    running = _Round(outcome.kind)
+    running.add(outcome.decided_at, outcome.before)
+    running.add(outcome.step, outcome.after)
+    assert running.worth(0, 100, 10, 2.0) == 0.0
+    view.close()
+
+
+def test_a_view_can_be_made_again_from_its_spec() -> None:
+    view = ControlView(in_loop(), actions=["lr_double"], hardware=True)
+    assert view.spec is not None and view.spec.additional_wrappers[-1].kwargs == {
+        "actions": ["lr_double"],
+        "hardware": True,
+    }
+    again = gym.make(view.spec)
+    again.reset(seed=0)
+    assert np.flatnonzero(again.get_wrapper_attr("action_masks")()).tolist() == [0, catalogue_index("lr_double")]
+    view.close()
+    again.close()
+
+
 def test_fine_tuning_runs_on_the_in_loop_environment() -> None:
     net = untrained(0)
     tuned, report = fine_tune(net, [in_loop], decisions=36, seed=0, settings=replace(QUICK, rollout=18))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, SupportsFloat
 
 import gymnasium as gym
@@ -67,7 +67,17 @@ def objective_of(signals: Signals) -> tuple[str | None, float | None]:
     return (None, None) if loss is None else ("loss", -loss)
 
 
-class ControlView(gym.Wrapper[np.ndarray, Any, Any, Any]):
+@dataclass(frozen=True)
+class _Unbegun:
+    """Stands for a round that ended before its first pause."""
+
+    step: int = 0
+    signals: Signals = field(default_factory=Signals)
+    settings: Mapping[str, float] = field(default_factory=dict)
+    legal: Sequence[bool] = (False,) * len(CATALOGUE)
+
+
+class ControlView(gym.Wrapper[np.ndarray, Any, Any, Any], gym.utils.RecordConstructorArgs):
     """An in-loop environment whose observations are a controller's features, (FEATURE_COUNT,) float32 in [-1, 1].
 
     What a net learns behind it, `NetController` can use in any round. The environment's own observation is not shown;
@@ -84,7 +94,8 @@ class ControlView(gym.Wrapper[np.ndarray, Any, Any, Any]):
     """
 
     def __init__(self, env: gym.Env[Any, Any], *, actions: Sequence[str] | None = None, hardware: bool = False) -> None:
-        super().__init__(env)
+        gym.utils.RecordConstructorArgs.__init__(self, actions=actions, hardware=hardware)
+        gym.Wrapper.__init__(self, env)
         space = env.action_space
         if not isinstance(space, gym.spaces.Discrete) or space.n != len(CATALOGUE):
             raise ValueError(f"env: expected actions Discrete({len(CATALOGUE)}), one for each entry, got {space}.")
@@ -93,26 +104,25 @@ class ControlView(gym.Wrapper[np.ndarray, Any, Any, Any]):
         self._allowed = np.zeros(len(CATALOGUE), dtype=bool)
         self._allowed[[catalogue_index(name) for name in self._actions]] = True
         self._features = Features(hardware=hardware)
-        self._round: ParkedRound | None = None
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
         """Begin a round and return what its first pause shows."""
         _, info = self.env.reset(seed=seed, options=options)
-        self._round = self._parked()
-        self._features.begin(self._round.recipe, self._round.sources)
-        return self._observe(self._round), info
+        parked = self._parked()
+        self._features.begin(parked.recipe, parked.sources)
+        return self._observe(parked), info
 
     def step(self, action: Any) -> tuple[np.ndarray, SupportsFloat, bool, bool, dict[str, Any]]:
         """Take a decision and go on to the next pause."""
         parked = self._parked()
-        before = parked.moments[-1]
+        before = _moment(parked)
         adjustment = CATALOGUE[int(action)].adjustment(parked.sources)
         _, reward, terminated, truncated, info = self.env.step(action)
-        if adjustment is not None:
+        if adjustment is not None and not info.get("illegal"):
             self._features.note(adjustment, before.step)
-        after = parked.moments[-1]
+        after = _moment(parked)
         kind, now = objective_of(after.signals)
         moved = after.step > before.step
         failed = terminated and (info.get("round") or {}).get("failure") is not None
@@ -139,8 +149,12 @@ class ControlView(gym.Wrapper[np.ndarray, Any, Any, Any]):
         return running
 
     def _observe(self, parked: ParkedRound) -> np.ndarray:
-        moment = parked.moments[-1]
+        moment = _moment(parked)
         state = ControlState(
             moment.step, parked.recipe.steps, moment.signals, moment.settings, parked.sources, moment.legal
         )
         return self._features.vector(state).copy()
+
+
+def _moment(parked: ParkedRound) -> Any:
+    return parked.moments[-1] if parked.moments else _Unbegun()
