@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import operator
 import time
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from posttrain_gym.meta_policies.controllers.closures import View
 from posttrain_gym.meta_policies.controllers.expressions import Condition, ConditionError
@@ -207,6 +211,109 @@ def test_a_hostile_text_is_refused_at_once(text: str) -> None:
 def test_a_condition_is_text(text: Any) -> None:
     with pytest.raises(ValueError, match="expected a condition such as"):
         Condition(text)
+
+
+_NUMBERS = st.recursive(
+    st.sampled_from(["loss", "kl", "reward", "z.loss", "z.kl", "setting.gamma", "step", "limit"])
+    | st.integers(-3, 3).map(str),
+    lambda inner: st.one_of(
+        st.tuples(inner, st.sampled_from("+-*/"), inner).map(lambda parts: f"({' '.join(parts)})"),
+        st.tuples(inner, inner).map(lambda pair: f"min({pair[0]}, max({pair[1]}, 1))"),
+        inner.map(lambda text: f"abs(-{text})"),
+    ),
+    max_leaves=5,
+)
+_CONDITIONS = st.recursive(
+    st.tuples(_NUMBERS, st.sampled_from(["<", "<=", ">", ">=", "==", "!="]), _NUMBERS).map(" ".join)
+    | st.sampled_from(["present(kl)", "mean(loss, 2) > 0", "0 < kl < loss", "change(kl, 1) >= 0"]),
+    lambda inner: st.one_of(
+        st.tuples(inner, st.sampled_from(["and", "or"]), inner).map(lambda parts: f"({' '.join(parts)})"),
+        inner.map(lambda text: f"not ({text})"),
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(_CONDITIONS, st.sampled_from([None, -2.0, 0.0, 0.5]), st.sampled_from([None, 0.0, 3.0]))
+def test_what_holds_is_what_is_true_with_three_values(text: str, kl: float | None, loss: float | None) -> None:
+    if len(text) > 500:
+        return
+    condition = Condition(text, {"limit": 0.5})
+    view = View(condition.needs)
+    values = {"kl": kl, "loss": loss, "reward": 1.0}
+    for step in (1, 2, 3):
+        view.look(state(step, kl=kl, loss=loss, reward=1.0))
+    try:
+        truth, expected = condition.check(view), _truth_by_python(text, values)
+    except ArithmeticError:
+        return  # what stops early may not meet what has no value
+    assert truth is expected
+    assert condition.holds(view) is (truth is True)
+
+
+def _truth_by_python(text: str, values: dict[str, float | None]) -> bool | None:
+    """Return what the condition comes to when each comparison is worked out on the syntax tree by other means."""
+
+    def number(node: ast.AST) -> float | None:
+        if isinstance(node, ast.Constant):
+            return float(node.value)  # type: ignore[arg-type]
+        if isinstance(node, ast.Name):
+            return {"limit": 0.5, "step": 3.0}.get(node.id, values.get(node.id))
+        if isinstance(node, ast.Attribute):
+            head = ast.unparse(node.value)
+            if head == "z":
+                return None if values[node.attr] is None else 0.0
+            return SETTINGS.get(node.attr)
+        if isinstance(node, ast.UnaryOp):
+            inner = number(node.operand)
+            return None if inner is None else -inner
+        if isinstance(node, ast.BinOp):
+            pair = [number(node.left), number(node.right)]
+            if pair[0] is None or pair[1] is None:
+                return None
+            symbol = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv"}[type(node.op)]
+            return float(getattr(operator, symbol)(*pair))
+        assert isinstance(node, ast.Call)
+        name = ast.unparse(node.func)
+        if name in ("mean", "change"):  # the values are the same at each look
+            value = values[ast.unparse(node.args[0])]
+            return None if value is None else value if name == "mean" else 0.0
+        terms = [number(argument) for argument in node.args]
+        known = [term for term in terms if term is not None]
+        if len(known) < len(terms):
+            return None
+        return min(known) if name == "min" else max(known) if name == "max" else abs(known[0])
+
+    def truth(node: ast.AST) -> bool | None:
+        if isinstance(node, ast.BoolOp):
+            parts = [truth(value) for value in node.values]
+            decisive = isinstance(node.op, ast.Or)
+            return decisive if decisive in parts else None if None in parts else not decisive
+        if isinstance(node, ast.UnaryOp):
+            inner = truth(node.operand)
+            return None if inner is None else not inner
+        if isinstance(node, ast.Call):
+            return values["kl"] is not None
+        assert isinstance(node, ast.Compare)
+        terms = [number(term) for term in (node.left, *node.comparators)]
+        parts = []
+        for symbol, left, right in zip(node.ops, terms, terms[1:], strict=False):
+            names = {"Lt": "lt", "LtE": "le", "Gt": "gt", "GtE": "ge", "Eq": "eq", "NotEq": "ne"}
+            known = left is not None and right is not None
+            parts.append(bool(getattr(operator, names[type(symbol).__name__])(left, right)) if known else None)
+        return False if False in parts else None if None in parts else True
+
+    return truth(ast.parse(text, mode="eval").body)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(alphabet="lossklz.mean(),3 <>=!+-*/andortif[]{}#'\\\n", max_size=40))
+def test_any_text_is_read_or_refused_with_a_place(text: str) -> None:
+    try:
+        Condition(text)
+    except ConditionError as error:
+        assert 0 <= error.column <= len(text) and "\n  " in str(error)
 
 
 def test_settings_and_signals_are_read_at_each_look() -> None:
