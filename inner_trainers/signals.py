@@ -37,13 +37,19 @@ SIGNALS: Mapping[str, SignalKind] = MappingProxyType(
     {
         "grad_norm": SignalKind("gradients", "L2 norm, at least 0", "norm of the whole gradient before clipping"),
         "grad_norm_ratio": SignalKind(
-            "gradients", "at least 1", "largest over smallest norm of a layer's gradient, before clipping"
+            "gradients",
+            "at least 1",
+            "largest over smallest norm of a parameter tensor's gradient before clipping, those of 0 left out",
         ),
         "grad_variance": SignalKind("gradients", "at least 0", "variance of the gradient's entries"),
         "grad_cosine": SignalKind("gradients", "[-1, 1]", "cosine between this step's gradient and the one before"),
         "grad_clip_ratio": SignalKind("gradients", "(0, 1]", "norm after clipping over norm before"),
         "loss": SignalKind("loss", "nats, or as the algorithm defines it", "mean loss of the step"),
-        "loss_slope": SignalKind("loss", "loss per step", "slope of the smoothed loss"),
+        "loss_slope": SignalKind(
+            "loss",
+            "loss per step",
+            "slope of the smoothed loss: least squares over the last 10 values of an exponential moving average",
+        ),
         "loss_curvature": SignalKind(
             "loss", "loss per step squared", "change of the slope, when three steps in a row agree on its sign"
         ),
@@ -78,7 +84,9 @@ SIGNALS: Mapping[str, SignalKind] = MappingProxyType(
         "reward_source_4": SignalKind("rewards", "the verifier's", "the same of the fourth source"),
         "step_seconds": SignalKind("hardware", "seconds", "wall time of the step", clocked=True),
         "tokens_per_second": SignalKind("hardware", "tokens/s", "trained and sampled tokens over time", clocked=True),
-        "memory_share": SignalKind("hardware", "[0, 1]", "memory in use over what there is", clocked=True),
+        "memory_share": SignalKind(
+            "hardware", "[0, 1]", "memory in use (of a card, the most reserved so far) over what there is", clocked=True
+        ),
         "utilisation": SignalKind("hardware", "[0, 1]", "share of the time that the card was busy", clocked=True),
     }
 )
