@@ -11,19 +11,20 @@ from collections.abc import Callable
 from typing import Any
 
 from ..inner_trainers.messages import did_you_mean
+from .bench_in_loop import PAIRS, bench_in_loop
 from .bench_rounds import bench_long_round, bench_rollouts
 
 STEPS, BATCH, RATE = 20, 32, 3e-4
-INSTANCE = 0
+INSTANCE, REPEATS = 0, 5
 ENDLESS = {"limit": 1e12, "max_rounds": 100_000, "patience": 100_000}
 
 
-def run_bench(name: str, repeats: int, algorithm: str | None = None) -> dict[str, Any]:
+def run_bench(name: str, repeats: int | None = None, algorithm: str | None = None) -> dict[str, Any]:
     """Run the benchmark of a name.
 
     Args:
         name: a key of `BENCHES`.
-        repeats: repetitions of each side.
+        repeats: repetitions of each side; None for 5, of ``"in-loop"`` for 10.
         algorithm: with ``"round"``, run a long round of this algorithm; see `bench_long_round`.
 
     Raises:
@@ -33,6 +34,8 @@ def run_bench(name: str, repeats: int, algorithm: str | None = None) -> dict[str
         raise ValueError(f"bench: unknown {name!r}.{did_you_mean(name, BENCHES)}")
     if algorithm is not None and name != "round":
         raise ValueError(f"algorithm: only the benchmark 'round' takes one, got {algorithm!r} for {name!r}.")
+    if repeats is None:
+        repeats = PAIRS if name == "in-loop" else REPEATS
     result = BENCHES[name](repeats) if algorithm is None else bench_long_round(algorithm, repeats)
     return {"bench": name, "repeats": repeats, "python": platform.python_version(), **result}
 
@@ -211,6 +214,7 @@ def bench_import(repeats: int) -> dict[str, Any]:
 
 BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "import": bench_import,
+    "in-loop": bench_in_loop,
     "memory": bench_memory,
     "rollouts": bench_rollouts,
     "round": bench_round,

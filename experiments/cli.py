@@ -461,8 +461,10 @@ def algorithms(
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="round, rollouts, rounds-per-hour, memory or import.")],
-    repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each side, interleaved.")] = 5,
+    name: Annotated[str, typer.Argument(help="round, rollouts, in-loop, rounds-per-hour, memory or import.")],
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Repetitions of each side, interleaved; default: 5, of in-loop 10.")
+    ] = None,
     algorithm: Annotated[
         str | None, typer.Option(help="With round: a long round of this algorithm instead of a short SFT round.")
     ] = None,

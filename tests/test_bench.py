@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from posttrain_gym.experiments import bench_in_loop
 from posttrain_gym.experiments.bench import run_bench
 
 
@@ -26,3 +27,28 @@ def test_bench_reports_both_sides(name: str, keys: set[str]) -> None:
 
 def test_import_loads_no_torch() -> None:
     assert run_bench("import", 1)["loads_torch"] is False
+
+
+def test_bench_in_loop_has_its_figures_beside_their_targets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_in_loop, "STEPS", 6)
+
+    def peak_here(side: str) -> float:  # a fresh process would load TRL again
+        bench_in_loop.print_peak(side)
+        return float(capsys.readouterr().out)
+
+    monkeypatch.setattr(bench_in_loop, "_peak_of_fresh_process", peak_here)
+    result = json.loads(json.dumps(run_bench("in-loop", 1)))
+    assert result["repeats"] == result["pairs"] == 1
+    assert set(result["own_ms_by_part"]) == {"gradients", "monitor", "decide", "apply"}
+    assert result["own_ms"] == pytest.approx(sum(result["own_ms_by_part"].values()))
+    assert result["own_share"] == pytest.approx(result["own_ms"] / result["step_ms"])
+    targets = {"own_ms": 0.15, "own_share": 0.004, "net_forward_ms": 0.05, "memory_ratio": 1.02}
+    assert {name: result[f"target_{name}"] for name in targets} == targets
+    for name in ("throughput_ratio", "throughput_ratio_of_steps"):
+        low, high = result[f"{name}_interval"]
+        assert 0 < low <= result[name] <= high
+    assert result["net_parameters"] <= 15_000
+    assert result["steps"] == 5  # of six: nothing is decided after the last
+    assert result["memory_ratio"] > 0
