@@ -91,9 +91,10 @@ def fused_temperatures(trainer: Any) -> Iterator[Any]:
 
 
 def _temperatures(trainer: Any) -> Iterator[tuple[str, Any]]:
-    for sampler in samplers(trainer):
+    sampling = list(samplers(trainer))
+    for sampler in sampling:
         yield "sampling", sampler.temperature
-    for cell in fused_temperatures(trainer):
+    for cell in fused_temperatures(trainer) if sampling else ():  # rows that were sampled before have a plain loss
         yield "the loss", cell.cell_contents
 
 
