@@ -247,6 +247,7 @@ def test_a_rule_with_a_wrong_field_is_refused(settings: dict[str, Any], problem:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
+        ({"name": 5}, "name: expected words, got 5"),
         ({"rules": ()}, "rules: expected between 1 and 100, got 0"),
         ({"rules": (rule("a"), rule("a"))}, "rules: two are called 'a'"),
         ({"rules": (rule("a", "lss > 1"),)}, "rule 'a': when: character 1: unknown signal 'lss'"),
@@ -260,7 +261,7 @@ def test_a_rule_with_a_wrong_field_is_refused(settings: dict[str, Any], problem:
 )
 def test_a_rule_set_that_does_not_fit_together_is_refused(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        RuleSet("test", **{"rules": (rule(),), **settings})
+        RuleSet(**{"name": "test", "rules": (rule(),), **settings})
 
 
 # Files
@@ -332,6 +333,7 @@ def test_a_rule_set_is_written_as_it_is_read() -> None:
         (LINES + LINES[LINES.index("  - name") :], r"line 9, rule 'first', name: another rule is called 'first' too"),
         (LINES.replace("1e-1", "big"), r"line 3, constants, limit: expected a finite number, got 'big'"),
         (LINES.replace("limit: 1e-1", "kl: 1"), r"line 3, constants, kl: 'kl' means something else"),
+        (LINES.replace("name: mine", "name: 5"), r"line 1, name: expected words, got 5"),
         (LINES + "damping: x\n", r"line 9, damping: expected an integer"),
         (LINES + "log_only: maybe\n", r"line 9, log_only: expected true or false, got 'maybe'"),
         ("name: a\n", r"line 1, rules?: expected a list of rules|line 1, rules: expected a list"),

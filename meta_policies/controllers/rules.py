@@ -123,6 +123,8 @@ class RuleSet:
             ValueError: what is wrong, with the rule's name.
         """
         put = object.__setattr__
+        if not isinstance(self.name, str) or not self.name.strip():
+            raise ValueError(f"name: expected words, got {self.name!r}.")
         put(self, "rules", tuple(self.rules))
         if not 1 <= len(self.rules) <= MAX_RULES:
             raise ValueError(f"rules: expected between 1 and {MAX_RULES}, got {len(self.rules)}.")
