@@ -15,13 +15,14 @@ from posttrain_gym.inner_trainers.adjustments import Adjustment
 from posttrain_gym.inner_trainers.base import Limit
 from posttrain_gym.inner_trainers.fault_policy import FaultPolicy
 from posttrain_gym.inner_trainers.recipe import Recipe
-from posttrain_gym.inner_trainers.tasks.base import Source
+from posttrain_gym.inner_trainers.tasks.base import Chat, Source
 from posttrain_gym.inner_trainers.testing import TinyTask
 from posttrain_gym.inner_trainers.trl.apportionment import Apportionment
 from posttrain_gym.inner_trainers.trl.session import TrlSession
 from posttrain_gym.inner_trainers.trl.trainer import TrlTrainer
 from posttrain_gym.inner_trainers.trl.value import trunk_of
 from tests.adjusted_rounds import SOURCES, FourSources, adjusted, recipe
+from tests.chat_rounds import ChatTask, length_reward, write_chat_checkpoint
 from tests.trl_fixtures import *  # noqa: F403
 from tests.trl_rounds import equal, graded, run
 
@@ -181,6 +182,12 @@ def test_growth_that_memory_would_not_hold_is_refused_with_the_arithmetic(task: 
     assert watched.sizes(2) == [10]
 
 
+def test_every_size_that_a_step_had_is_seen_by_the_memory_model(trainer: TrlTrainer, task: TinyTask) -> None:
+    watched = Watched(trainer, task, recipe("sft", steps=9)).after(5, UP).after(6, UP).after(7, DOWN).after(8)
+    assert list(watched.session._trainer.live_rows.memory.peaks) == [8, 10, 13]
+    watched.close()
+
+
 def test_a_budget_is_never_passed_by_a_batch_that_has_grown(trainer: TrlTrainer, task: TinyTask) -> None:
     asked = recipe("sft", steps=6)
     cost = trainer.step_cost_bound(task, asked).trained_tokens
@@ -218,6 +225,34 @@ def test_completions_left_from_before_are_not_used_again(trainer: TrlTrainer, ta
         inner._generate_single_turn = counted
         watched.finish()
         assert calls[0] == 2, adjustment
+
+
+def test_each_completion_of_a_conversation_is_judged_by_its_own_last_turn(trainer: TrlTrainer, tmp_path: Path) -> None:
+    judged: list[str] = []
+
+    def verifier(row: Mapping[str, Any], completion: str) -> float:
+        judged.append(completion)
+        return length_reward(row, completion)
+
+    chat = Chat(tool=lambda text: "on", max_turns=2)
+    task = ChatTask(write_chat_checkpoint(tmp_path), chat=chat, verifier=verifier)
+    asked = Recipe("grpo", {"talk": 1.0}, steps=2, batch_size=8, num_generations=4)
+    session = trainer.begin(task, asked, trainer.base(task), 3)
+    session.advance(1)
+    session.apply(UP)
+    inner, turns = session._trainer, list[str]()
+    sample = inner.rollout_func
+
+    def noted(*arguments: Any) -> Any:
+        found = sample(*arguments)
+        turns.extend(found["last_turn"])
+        return found
+
+    inner.rollout_func = noted
+    judged.clear()
+    session.advance()
+    assert session.result()[0].failure is None
+    assert len(turns) == 12 and len(set(turns)) > 3 and judged == turns
 
 
 def test_only_divisors_of_at_least_two_are_taken(trainer: TrlTrainer, task: TinyTask) -> None:

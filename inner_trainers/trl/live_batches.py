@@ -81,6 +81,8 @@ class LiveBatches:
             rows.memory.level = memory_in_use(device)
         self._step_rows = self._recounted = None
         self._pass_number = 0
+        if rows.live.now.batch_size != self._size_seen:
+            self._size_seen, self._at_size = rows.live.now.batch_size, 0
         if rows.live.now is not rows.live.asked:
             self.hold_settings()
         samples = self._samples_next()
@@ -111,7 +113,9 @@ class LiveBatches:
             size = now.batch_size
             batches = (drawn[first : first + size] for first in range(0, len(drawn), size))
             return [self.data_collator(self.examples(batch)) for batch in batches]
-        prompts = [prompt for prompt in self.examples(drawn) for _ in range(now.num_generations if rows.grouped else 1)]
+        copies = now.num_generations if rows.grouped else 1
+        # each completion has an example of its own, into which the library writes what became of it
+        prompts = [dict(prompt) for prompt in self.examples(drawn) for _ in range(copies)]
         return [prompts] * now.gradient_accumulation
 
     def _count_items(self, batches: list[Any], device: torch.device) -> Any:
@@ -162,8 +166,6 @@ class LiveBatches:
             losses.clear()
             items, first = self._begin_step_again(rows, said), 0  # out of the handler, whose traceback holds the pass
         self._pass_number = due + 1
-        if rows.live.now.batch_size != self._size_seen:
-            self._size_seen, self._at_size = rows.live.now.batch_size, 0
         if self._on_cuda:  # the exact peak, that of the backward pass too
             self._note_peak(rows)
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
@@ -193,6 +195,7 @@ class LiveBatches:
         self._kept.put_back(self)
         rows.too_large = too_large if rows.too_large is None else min(too_large, rows.too_large)
         live.change(batch_size=size)
+        self._size_seen, self._at_size = size, 0
         self.hold_settings()
         drop_completions(self)
         if self._on_cuda:
