@@ -170,11 +170,18 @@ def run_cell(
 
 @cache
 def controller_digest(arm: str) -> str:
-    """Return 16 hex digits of everything that decides what a controller does."""
+    """Return 16 hex digits of everything that decides what a controller does; where its file lies does not."""
     from ..meta_policies.controllers.catalogue import make_controller
 
-    facts = json.dumps(make_controller(arm).describe(), sort_keys=True, default=str)
+    facts = json.dumps(_deciding(make_controller(arm).describe()), sort_keys=True)
     return hashlib.sha256(facts.encode()).hexdigest()[:16]
+
+
+def _deciding(facts: Any) -> Any:
+    """Return what a controller tells of itself, without reasons and the name of a file."""
+    if isinstance(facts, Mapping):
+        return {key: _deciding(value) for key, value in facts.items() if key not in ("file", "reason")}
+    return [_deciding(value) for value in facts] if isinstance(facts, list | tuple) else facts
 
 
 def key_of(row: Mapping[str, Any]) -> tuple[str, str, int, int]:
