@@ -119,6 +119,7 @@ def test_the_last_snapshot_counts_and_is_one_copy(trainer: TrlTrainer, task: Tin
         tensor.numel() for tensor in states[0]
     )
     report, _ = session.result()
+    assert session._rescue._snapshots.kept is None  # freed with the round
     assert [(step, adjustment.kind) for step, adjustment in report.adjustments] == [
         (1, "snapshot"),
         (2, "snapshot"),

@@ -67,6 +67,10 @@ class Rescue:
         self.settled = step
         return restored
 
+    def let_go(self) -> None:
+        """Free the weights that were kept; the round is over."""
+        self._snapshots = Snapshots({})
+
     def respond(self, fault: Failure, steps_left: int, unwound: bool) -> str:
         """Return ``"stop"``, ``"rollback"`` or ``"retry"``, and note the latter two.
 

@@ -454,6 +454,7 @@ class TrlSession:
 
     def _release(self) -> None:
         self._worker.close()
+        self._rescue.let_go()
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
             take_apart(trainer)
