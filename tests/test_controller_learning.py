@@ -156,7 +156,7 @@ EARLY = RuleSet(
 def test_a_net_is_made_from_the_logs_of_driven_rounds(tmp_path: Path) -> None:
     write_log(tmp_path / "runs" / "a", RulesController(EARLY), 4)
     write_log(tmp_path / "runs" / "b", RulesController(EARLY), 2)
-    quick = CloningSettings(updates=200, batch_size=64)
+    quick = CloningSettings(updates=400, batch_size=64)
     made = train_net([tmp_path / "runs"], tmp_path / "net.safetensors", seed=1, cloning=quick)
     assert (made.rounds, made.cloning.counts) == (6, {"none": 6 * 36, "lr_up": 6 * 3})
     assert made.cloning.accuracy > 0.95 and made.cloning.recall["lr_up"] > 0.6

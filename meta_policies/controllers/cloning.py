@@ -106,7 +106,7 @@ class CloningSettings:
         updates: gradient steps.
         batch_size: examples per gradient step.
         learning_rate: of Adam, falling to 0 as a cosine.
-        weight_decay: decoupled.
+        sparsity: what the sizes of the first layer's weights, summed, add to the loss: rules look at few features.
         balance: in [0, 1]: examples of an entry weigh as its count to the power ``-balance``; 0 takes the logs as they
             are, in which ``none`` is nearly everything, 1 gives every entry the same weight in all.
         smoothing: share of the target in [0, 1) that is spread over the legal entries; it leaves a fine-tuning
@@ -118,7 +118,7 @@ class CloningSettings:
     updates: int = 600
     batch_size: int = 128
     learning_rate: float = 5e-3
-    weight_decay: float = 1.0
+    sparsity: float = 1e-3
     balance: float = 0.3
     smoothing: float = 0.01
     held_out: float = 0.2
@@ -133,7 +133,7 @@ class CloningSettings:
         require_integer("updates", self.updates, low=1, high=1_000_000)
         require_integer("batch_size", self.batch_size, low=1, high=1_000_000)
         require_number("learning_rate", self.learning_rate, low=0, high=1, low_open=True)
-        require_number("weight_decay", self.weight_decay, low=0, high=10)
+        require_number("sparsity", self.sparsity, low=0, high=10)
         require_number("balance", self.balance, low=0, high=1)
         require_number("smoothing", self.smoothing, low=0, high=0.5)
         require_number("held_out", self.held_out, low=0, high=0.9, low_open=True)
@@ -261,9 +261,8 @@ def _train(
     actions = torch.from_numpy(examples.actions[chosen])
     weights = torch.from_numpy(_weights(examples.actions[chosen], settings.balance))
     spread = legal / legal.sum(dim=1, keepdim=True)
-    optimizer = torch.optim.AdamW(
-        module.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay, foreach=False
-    )
+    inputs = next(module.parameters())  # the first layer's weights
+    optimizer = torch.optim.Adam(module.parameters(), lr=settings.learning_rate, foreach=False)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.updates)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more add up in another order, and equal runs would differ
@@ -276,7 +275,7 @@ def _train(
                 rest = (log_odds * spread[batch]).sum(dim=1)
                 loss = -((1 - settings.smoothing) * own + settings.smoothing * rest) * weights[batch]
                 optimizer.zero_grad()
-                loss.mean().backward()
+                (loss.mean() + settings.sparsity * inputs.abs().sum()).backward()
                 optimizer.step()
                 schedule.step()
     finally:
