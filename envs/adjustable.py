@@ -32,8 +32,9 @@ class AdjustableEnv(PostTrainingEnv):
     Where nothing else is said, a reward of 0 is given until the round ends; then that of `round_reward`. With
     ``shaping`` each step also gets ``F = discount * phi(s') - phi(s)`` (Ng, Harada and Russell, 1999), which changes no
     optimal policy. The potential phi of a paused round is ``(quick score - base score) / max(1 - base score,
-    MIN_HEADROOM)``, by an evaluation on few validation items whose cost is charged; it is 0 where no round runs, so
-    that the discounted sum of F from a state to the end of its round is minus the potential of that state.
+    MIN_HEADROOM)``; it is 0 where no round runs, so that the discounted sum of F from a state to the end of its round
+    is minus the potential of that state. A quick evaluation scores few validation items and is charged; half of what
+    is left of the budget is kept for these at most, and once that is spent the last score is taken again.
 
     Args:
         task: as in `PostTrainingEnv`.

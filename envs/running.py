@@ -273,7 +273,7 @@ class RunningRound:
         if adjustment is not None:
             self.decisions.append(adjustment)
         self.moments.append(moment)
-        if moment.quick_cost is not None:
+        if moment.quick_cost is not None and moment.quick_cost != Cost():
             self.charged += self.charge(moment.quick_cost)
 
     def trace(self) -> list[dict[str, Any]]:

@@ -77,16 +77,25 @@ class Scoring:
         share = min(1.0, bound.flops / whole) if whole else 1.0
         return replace(bound, device_seconds=share * self._prices.evaluation_seconds)
 
-    def quick(self, items: int) -> Callable[[TrainingSession], tuple[float, Cost]]:
-        """Return what scores a parked session on ``items`` items; where that raises, the score before it is repeated.
+    def quick(self, items: int, most: int) -> Callable[[TrainingSession], tuple[float, Cost]]:
+        """Return what scores a parked session.
+
+        Where an evaluation raises, and after the last that is paid, the score before it is repeated.
+
+        Args:
+            items: validation items.
+            most: evaluations that are paid, at least 1; later scores cost nothing.
 
         Raises:
             ValueError: the trainer has no quick evaluation.
         """
-        trainer, last = require_quick_evaluator(self._trainer), 0.0
+        trainer, last, left = require_quick_evaluator(self._trainer), 0.0, most
 
         def quick(session: TrainingSession) -> tuple[float, Cost]:
-            nonlocal last
+            nonlocal last, left
+            if left == 0:
+                return last, Cost()
+            left -= 1
             began = time.perf_counter()
             try:
                 score, cost = trainer.quick_score(self._task, session, items)

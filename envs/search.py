@@ -14,7 +14,6 @@ from ..inner_trainers.base import (
     Cost,
     Failure,
     InnerTrainer,
-    Limit,
     RoundReport,
     Scorecard,
     round_id,
@@ -267,7 +266,8 @@ class Search(ProbedSearch):
     def _begin_legal(self, recipe: Recipe, start: Checkpoint, steering: Steering | None) -> RunningRound:
         seed = self._seed_from(start)
         key = round_id(self.task, start, recipe, seed, self.trainer.ignored_settings(recipe.algorithm))
-        limit = self._limit(recipe, steering)
+        quick_evaluations, quick_cost = self._quick_evaluations(recipe, steering)
+        limit = self.ledger.reserve(self._prices.evaluation() + quick_cost)
         # What a round samples may follow from its limit; one in seconds would end a repeated round elsewhere.
         running = RunningRound(recipe, start, seed, key, None if limit.unit == "device_seconds" else limit)
         if steering is None and self._reuse and key in self._answers:
@@ -295,18 +295,21 @@ class Search(ProbedSearch):
         else:
             running.session = session
             if steering is not None:
-                quick = self._scoring.quick(steering.quick_items) if steering.quick_items else None
+                quick = self._scoring.quick(steering.quick_items, quick_evaluations) if quick_evaluations else None
                 running.steered = SteeredSession(session, running.sources, steering, quick)
             return running
         running.answer = _failed_report(recipe, start, seed, fault), None
         return running
 
-    def _limit(self, recipe: Recipe, steering: Steering | None) -> Limit:
-        """Return what training may cost, so that its evaluation and every quick one can be paid afterwards."""
-        later = self._prices.evaluation()
-        if steering is not None and steering.quick_items:
-            later += self._scoring.quick_bound(steering.quick_items).times(steering.pauses(recipe.steps))
-        return self.ledger.reserve(later)
+    def _quick_evaluations(self, recipe: Recipe, steering: Steering | None) -> tuple[int, Cost]:
+        """Return how many quick evaluations a round may have, and what they can cost: half of what is left at most."""
+        if steering is None or not steering.quick_items:
+            return 0, Cost()
+        bound, unit = self._scoring.quick_bound(steering.quick_items), self.ledger.budget.unit
+        each, half = bound.in_unit(unit), self.ledger.reserve(self._prices.evaluation()).amount / 2
+        most = steering.pauses(recipe.steps)
+        count = most if each == 0 else min(most, int(half // each))
+        return count, bound.times(count)
 
     def _charge_quick(self, cost: Cost) -> float:
         return self.ledger.settle(f"quick evaluation in round {self.rounds + 1}", cost)

@@ -281,6 +281,27 @@ def test_shaping_adds_up_to_minus_the_first_potential(discount: float) -> None:
     assert withal[-1][4]["round"]["checkpoint"] == without[-1][4]["round"]["checkpoint"]
 
 
+@pytest.mark.parametrize(("left", "paid", "steps"), [(100, 1, 6), (79, 0, 7), (160, 2, 8)])
+def test_quick_evaluations_get_half_of_what_is_left_and_then_repeat_their_score(
+    left: int, paid: int, steps: int
+) -> None:
+    class Dear(ScriptedTrainer):
+        def quick_cost_bound(self, task: Any, items: int) -> Cost:
+            return super().quick_cost_bound(task, items).times(4)
+
+    recipe = {**RECIPE, "batch_size": 1}  # a step costs 10, a quick evaluation 40
+    env = in_loop(interval=1, budget=100 + 100 + left, shaping=True, discount=1.0, recipe=recipe, trainer=Dear())
+    _, info = env.reset(seed=0)
+    scores = []
+    while "running" in info:
+        scores.append(info["running"]["quick_score"])
+        info = env.step(0)[4]
+    assert (info["round"]["ended"], info["round"]["steps"], len(scores)) == ("budget", steps, steps - 1)
+    assert len(set(scores)) == max(1, paid) and (scores[0] is None) == (paid == 0)
+    assert [entry[1] for entry in env.search.ledger.entries if "quick" in entry[0]] == [40.0] * paid
+    assert env.search.ledger.spent == 200 + 40 * paid + 10 * steps <= 200 + left
+
+
 def test_shaping_needs_a_trainer_that_can_score_a_parked_round() -> None:
     class Without(ScriptedTrainer):
         quick_score = None  # type: ignore[assignment]
