@@ -414,7 +414,8 @@ def tasks(
 
 @app.command()
 def policies(as_json: Json = False) -> None:
-    """List heuristics and the SB3 algorithms that `train` takes."""
+    """List heuristics, the SB3 algorithms that `train` takes, and in-loop controllers."""
+    from ..meta_policies.controllers.catalogue import controller_summaries
     from ..meta_policies.heuristics import HEURISTICS
     from ..meta_policies.sb3 import SB3_ALGORITHMS
 
@@ -426,6 +427,7 @@ def policies(as_json: Json = False) -> None:
         {"name": name, "kind": "train --algo", "about": f"{a.target.replace(':', '.')} on {a.wrapper.__name__}"}
         for name, a in SB3_ALGORITHMS.items()
     ]
+    rows += [{"name": name, "kind": "controller", "about": about} for name, about in controller_summaries().items()]
     console.print_json(data=rows) if as_json else console.print(_table(["name", "kind", "about"], rows))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ...inner_trainers.messages import did_you_mean
 from ...inner_trainers.recipe import Recipe
 from .base import Controller, ControlState, Decision, nothing
-from .hybrid import make_hybrid
+from .hybrid import HybridController, make_hybrid
 from .net_controller import NetController, shipped_nets
 from .rule_file import load_rules, shipped_rule_sets
 from .rules import RulesController
@@ -41,6 +41,21 @@ def controller_names() -> tuple[str, ...]:
     rule_sets = (f"rules:{name}" for name in shipped_rule_sets())
     nets = (f"{kind}:{name}" for name in shipped_nets() for kind in ("net", "hybrid"))
     return ("none", "rules", *rule_sets, *(f"schedule:{name}" for name in SCHEDULES), *nets)
+
+
+def controller_summaries() -> dict[str, str]:
+    """Return what each name of `controller_names` stands for, in a sentence, for lists."""
+    kinds = {
+        "none": NoController,
+        "rules": RulesController,
+        "net": NetController,
+        "hybrid": HybridController,
+        **{f"schedule:{name}": cls for name, cls in SCHEDULES.items()},
+    }
+    return {
+        name: (kinds[name if name in kinds else name.partition(":")[0]].__doc__ or "").strip().splitlines()[0]
+        for name in controller_names()
+    }
 
 
 def make_controller(name: str, **settings: Any) -> Controller:

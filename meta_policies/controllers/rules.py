@@ -235,7 +235,7 @@ class _Running:
 
 
 class RulesController:
-    """Rules as a controller: the first by priority that is on, legal, and neither cooling down nor damped is done.
+    """Rules: what the first by priority asks for that is on, legal, and neither cooling down nor damped.
 
     Args:
         rules: what to follow.
