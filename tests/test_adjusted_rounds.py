@@ -368,6 +368,13 @@ def test_a_round_on_a_real_card_takes_every_adjustment_of_the_policy(
     assert {value.device.type for value in made[0][1].values()} == {"cpu"}
 
 
+def test_the_temperature_of_what_samples_before_it_trains_is_not_one_of_its_loss(
+    trainer: TrlTrainer, task: TinyTask
+) -> None:
+    recipe = grpo(algorithm="rft", temperature=0.7, min_reward=0.0)
+    assert adjusted(trainer, task, recipe, (1, HALF))[0].ended == "finished"
+
+
 def test_an_entropy_bonus_that_stays_switched_off_fails_the_round(trainer: TrlTrainer, task: TinyTask) -> None:
     session = trainer.begin(task, grpo(), trainer.base(task), 3)
     session.advance(1)
