@@ -47,7 +47,9 @@ def test_help_version_and_lists() -> None:
     assert ok("--version").strip() == "0.1.0"
     assert [row["name"] for row in json.loads(ok("tasks", "--json"))] == ["calculator", "letters"]
     names = [row["name"] for row in json.loads(ok("policies", "--json"))]
-    assert {"random", "fixed", "shortlist", "greedy-sft-then-grpo", "maskable_ppo", "sac", "rules:default"} <= set(names)
+    assert {"random", "fixed", "shortlist", "greedy-sft-then-grpo", "maskable_ppo", "sac", "rules:default"} <= set(
+        names
+    )
     drawn = json.loads(ok("tasks", "letters", "--instance", "3"))
     assert set(drawn["sources"]) == {"instruction", "multi_turn", "reasoning", "safety", "web"}
     assert drawn["benchmark"]["validation"] == 128
