@@ -27,6 +27,7 @@ from posttrain_gym.meta_policies.controllers.cloning import (
     clone,
     from_torch,
     gather,
+    limits_of,
     make_module,
 )
 from posttrain_gym.meta_policies.controllers.control_view import ControlView, Outcome, objective_of
@@ -82,9 +83,11 @@ def test_cloning_learns_a_known_rule() -> None:
     assert (report.held_out_rounds, report.held_out_examples, report.train_examples) == (8, 800, 3200)
     assert net.actions == ("none", "lr_half", "kl_up") and net.facts["cloning"] == report.to_dict()
     controller = NetController(net)
-    controller.begin(RECIPE, SOURCES)
     rng, right = np.random.default_rng(99), []
-    for step in range(1, 401):
+    for number in range(400):
+        step = number % 100 + 1
+        if step == 1:
+            controller.begin(RECIPE, SOURCES)
         seen = random_state(rng, step)
         chosen = controller.decide(seen).chosen.action
         assert chosen is not None and seen.legal[chosen]
@@ -124,6 +127,20 @@ def test_gathering_approximates_what_is_not_in_the_catalogue_and_leaves_out_what
         clone(examples, actions=["stop"])
     with pytest.raises(ValueError, match="balance"):
         CloningSettings(balance=2.0)
+
+
+def test_a_net_does_nothing_sooner_again_or_more_often_than_the_logs() -> None:
+    names = ["lr_up", "none", "lr_up", "none", "none", "none", "lr_up", "kl_up"]
+
+    def logged(number: int, count: int) -> LoggedRound:
+        done = [CATALOGUE[catalogue_index(name)].adjustment(SOURCES) for name in names[:count]]
+        decisions = tuple((state(step), a) for step, a in enumerate(done, start=1) if a is not None)
+        return LoggedRound(str(number), RECIPE, SOURCES, decisions)
+
+    examples = gather([logged(0, 8), logged(1, 3)])
+    assert limits_of(examples) == {"lr_up": (2, 3), "kl_up": (0, 1)}
+    net, _ = clone(examples, settings=CloningSettings(updates=2))
+    assert net.limits == limits_of(examples)
 
 
 def test_few_rounds_are_judged_by_their_ends() -> None:
@@ -401,6 +418,7 @@ def test_a_view_can_be_made_again_from_its_spec() -> None:
     assert view.spec is not None and view.spec.additional_wrappers[-1].kwargs == {
         "actions": ["lr_double"],
         "hardware": True,
+        "limits": None,
     }
     again = gym.make(view.spec)
     again.reset(seed=0)

@@ -249,9 +249,16 @@ def test_acting_loads_no_torch(tmp_path: Path) -> None:
 
 
 def test_a_saved_net_loads_as_it_was_and_equal_nets_give_equal_bytes(tmp_path: Path) -> None:
-    net = replace(random_net(actions=("lr_half", "stop")), facts={"seed": 3}, threshold=0.7, hardware=True)
+    net = replace(
+        random_net(actions=("lr_half", "stop")),
+        facts={"seed": 3},
+        threshold=0.7,
+        hardware=True,
+        limits={"lr_half": (4, 2)},
+    )
     path = net.save(tmp_path / "deep" / "net.safetensors")
     loaded = PolicyNet.load(path)
+    assert loaded.limits == {"lr_half": (4, 2)}
     assert (loaded.actions, loaded.threshold, loaded.hardware, loaded.facts) == (
         ("none", "stop", "lr_half"),
         0.7,
@@ -360,6 +367,20 @@ def test_it_decides_the_same_in_equal_rounds_and_never_anything_illegal() -> Non
 
     first = play()
     assert first == play() and len(set(first)) > 3
+
+
+def test_limits_hold_whatever_the_net_wants() -> None:
+    net = net_for({"lr_double": 9.0}, limits={"lr_double": (3, 2)})
+    controller = begun(NetController(net))
+    chosen = [controller.decide(state(step)).chosen.adjustment.kind for step in range(1, 9)]
+    assert chosen == ["lr_scale", "none", "none", "lr_scale", "none", "none", "none", "none"]  # 3 steps apart, twice
+    controller.begin(RECIPE, SOURCES)
+    controller.note(Adjustment("lr_scale", 2.0), 1)  # what rules before it did counts too
+    assert controller.decide(state(2)).chosen.adjustment == Adjustment()
+    assert controller.decide(state(4)).chosen.adjustment == Adjustment("lr_scale", 2.0)
+    assert controller.describe()["limits"] == {"lr_double": [3, 2]}
+    with pytest.raises(ValueError, match=r"limits\.lr_up: times"):
+        net_for({}, limits={"lr_up": (1, 0)})
 
 
 def test_it_describes_itself(tmp_path: Path) -> None:

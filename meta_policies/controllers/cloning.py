@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice, pairwise
 from typing import Any
 
@@ -46,6 +46,7 @@ class Examples:
         legal: (n, 37) bool.
         actions: (n,) int64, indices into the catalogue.
         rounds: (n,) int64, which round each is from.
+        steps: (n,) int64, optimiser steps done then.
         approximated: decisions outside the catalogue, taken as the entry nearest to them.
         left_out: decisions that no legal entry is near to.
         hardware: whether the features show signals that a clock decides.
@@ -55,6 +56,7 @@ class Examples:
     legal: np.ndarray
     actions: np.ndarray
     rounds: np.ndarray
+    steps: np.ndarray
     approximated: int = 0
     left_out: int = 0
     hardware: bool = False
@@ -157,6 +159,7 @@ def gather(rounds: Iterable[LoggedRound], *, hardware: bool = False) -> Examples
     legal: list[Sequence[bool]] = []
     actions: list[int] = []
     numbers: list[int] = []
+    steps: list[int] = []
     approximated = left_out = 0
     for number, logged in enumerate(rounds):
         features.begin(logged.recipe, logged.sources)
@@ -169,6 +172,7 @@ def gather(rounds: Iterable[LoggedRound], *, hardware: bool = False) -> Examples
                 legal.append(state.legal)
                 actions.append(action)
                 numbers.append(number)
+                steps.append(state.step)
                 approximated += not exact
             features.note(adjustment, state.step)
     if not rows:
@@ -178,6 +182,7 @@ def gather(rounds: Iterable[LoggedRound], *, hardware: bool = False) -> Examples
         np.asarray(legal, dtype=bool),
         np.asarray(actions, dtype=np.int64),
         np.asarray(numbers, dtype=np.int64),
+        np.asarray(steps, dtype=np.int64),
         approximated,
         left_out,
         hardware,
@@ -194,7 +199,8 @@ def clone(
     """Return a net that decides as the examples do, and how well it does on rounds it has not seen.
 
     The same examples, seed and settings give the same weights; neither torch's nor numpy's global random state is
-    touched. Held-out rounds stay out of the training.
+    touched. Held-out rounds stay out of the training. The net may do nothing sooner again or more often in a round
+    than the logs did, see `limits_of`.
 
     Args:
         examples: what to imitate.
@@ -215,7 +221,21 @@ def clone(
     module = _train(examples, ~held_out, allowed, seed, settings)
     net = from_torch(module, actions=allowed, hardware=examples.hardware, threshold=settings.threshold)
     report = _report(net, examples, held_out, whole_rounds)
-    return PolicyNet(net.weights, allowed, net.hardware, net.threshold, {"cloning": report.to_dict()}), report
+    return replace(net, limits=limits_of(examples), facts={"cloning": report.to_dict()}), report
+
+
+def limits_of(examples: Examples) -> dict[str, tuple[int, int]]:
+    """Return for each entry but ``none`` the fewest steps between two times in a round, and the most times in one."""
+    limits: dict[str, tuple[int, int]] = {}
+    for action in sorted(set(examples.actions.tolist()) - {NONE}):
+        rest, times = 0, 1
+        for number in np.unique(examples.rounds):
+            steps = examples.steps[(examples.rounds == number) & (examples.actions == action)]
+            if len(steps) > 1:
+                gap = int(np.diff(steps).min())
+                rest, times = gap if times == 1 else min(rest, gap), max(times, len(steps))
+        limits[CATALOGUE_NAMES[action]] = (rest, times)
+    return limits
 
 
 def make_module(rng: np.random.Generator) -> torch.nn.Sequential:

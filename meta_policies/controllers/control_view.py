@@ -14,6 +14,7 @@ from ...inner_trainers.recipe import Recipe
 from ...inner_trainers.signals import Signals
 from .base import ControlState
 from .features import FEATURE_COUNT, Features
+from .limits import Limits
 from .net import checked_actions
 
 
@@ -88,13 +89,21 @@ class ControlView(gym.Wrapper[np.ndarray, Any, Any, Any], gym.utils.RecordConstr
             the round that is parked, a `ParkedRound`.
         actions: catalogue names that are legal here, beside ``none``; None for all.
         hardware: whether signals that a clock decides are shown.
+        limits: how often what may be done; see `limits.Limits`.
 
     Raises:
         ValueError: an environment with other actions, or an unknown catalogue name.
     """
 
-    def __init__(self, env: gym.Env[Any, Any], *, actions: Sequence[str] | None = None, hardware: bool = False) -> None:
-        gym.utils.RecordConstructorArgs.__init__(self, actions=actions, hardware=hardware)
+    def __init__(
+        self,
+        env: gym.Env[Any, Any],
+        *,
+        actions: Sequence[str] | None = None,
+        hardware: bool = False,
+        limits: Mapping[str, tuple[int, int]] | None = None,
+    ) -> None:
+        gym.utils.RecordConstructorArgs.__init__(self, actions=actions, hardware=hardware, limits=limits)
         gym.Wrapper.__init__(self, env)
         space = env.action_space
         if not isinstance(space, gym.spaces.Discrete) or space.n != len(CATALOGUE):
@@ -104,6 +113,7 @@ class ControlView(gym.Wrapper[np.ndarray, Any, Any, Any], gym.utils.RecordConstr
         self._allowed = np.zeros(len(CATALOGUE), dtype=bool)
         self._allowed[[catalogue_index(name) for name in self._actions]] = True
         self._features = Features(hardware=hardware)
+        self._limits = Limits({} if limits is None else limits)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -112,6 +122,7 @@ class ControlView(gym.Wrapper[np.ndarray, Any, Any, Any], gym.utils.RecordConstr
         _, info = self.env.reset(seed=seed, options=options)
         parked = self._parked()
         self._features.begin(parked.recipe, parked.sources)
+        self._limits.begin()
         return self._observe(parked), info
 
     def step(self, action: Any) -> tuple[np.ndarray, SupportsFloat, bool, bool, dict[str, Any]]:
@@ -122,6 +133,7 @@ class ControlView(gym.Wrapper[np.ndarray, Any, Any, Any], gym.utils.RecordConstr
         _, reward, terminated, truncated, info = self.env.step(action)
         if adjustment is not None and not info.get("illegal"):
             self._features.note(adjustment, before.step)
+            self._limits.note(int(action), before.step)
         after = _moment(parked)
         kind, now = objective_of(after.signals)
         moved = after.step > before.step
@@ -140,7 +152,11 @@ class ControlView(gym.Wrapper[np.ndarray, Any, Any, Any], gym.utils.RecordConstr
     def action_masks(self) -> np.ndarray:
         """Return which entries can be chosen, (37,) bool."""
         masks = np.asarray(self.env.get_wrapper_attr("action_masks")(), dtype=bool)
-        return np.asarray(masks & self._allowed)
+        masks = masks & self._allowed
+        running: ParkedRound | None = getattr(self.env.unwrapped, "running", None)
+        if running is not None:
+            masks[self._limits.blocked(_moment(running).step)] = False
+        return np.asarray(masks)
 
     def _parked(self) -> ParkedRound:
         running: ParkedRound | None = getattr(self.env.unwrapped, "running", None)

@@ -124,7 +124,7 @@ def fine_tune(
     The same net, environments, seed and settings give the same weights. Global random states are put back.
 
     Args:
-        net: where to start, usually a cloned one; the entries it may choose stay the same.
+        net: where to start, usually a cloned one; what it may choose, and how often, stays the same.
         envs: builders of `PostTrain/InLoop-v0` environments, which are stepped in turn in this process and closed.
         decisions: decisions in all, rounded up to whole rollouts.
         seed: decides what is explored, and the environments' instances.
@@ -140,7 +140,7 @@ def fine_tune(
         raise ValueError("envs: expected at least one builder of an environment.")
 
     def viewed(build: Callable[[], gym.Env[Any, Any]]) -> Callable[[], gym.Env[Any, Any]]:
-        return lambda: ControlView(build(), actions=net.actions, hardware=net.hardware)
+        return lambda: ControlView(build(), actions=net.actions, hardware=net.hardware, limits=net.limits)
 
     by_benchmark = settings.objective == "benchmark"
     with _random_states_kept():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from ...inner_trainers.files import write_atomically
 from ...inner_trainers.messages import require_number
 from ...inner_trainers.signals import SIGNALS
 from .features import FEATURE_COUNT, FEATURE_NAMES
+from .limits import checked_limits
 
 HIDDEN = (64, 32)
 """Widths of the hidden layers; activations are tanh."""
@@ -48,6 +49,7 @@ class PolicyNet:
         actions: catalogue names it may choose; the others have probability 0 whatever the mask. Has ``"none"``.
         hardware: whether it sees signals that a clock decides.
         threshold: smallest probability in [0, 1] with which a controller acts on it.
+        limits: how often it may do what; see `limits.Limits`.
         facts: plain JSON types about how it was made; kept in the file.
     """
 
@@ -55,6 +57,7 @@ class PolicyNet:
     actions: tuple[str, ...] = CATALOGUE_NAMES
     hardware: bool = False
     threshold: float = 0.5
+    limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     _choices: list[int] = field(init=False, repr=False, compare=False)
     _layers: tuple[np.ndarray, ...] = field(init=False, repr=False, compare=False)
@@ -77,6 +80,7 @@ class PolicyNet:
             raise ValueError(f"policy net: unknown layer {unknown[0]!r}; expected {', '.join(_SHAPES)}.")
         require_number("threshold", self.threshold, low=0, high=1)
         object.__setattr__(self, "actions", checked_actions(self.actions))
+        object.__setattr__(self, "limits", checked_limits(self.limits))
         object.__setattr__(self, "_choices", [catalogue_index(name) for name in self.actions])
         layers = (np.ascontiguousarray(self.weights[name]) for name in _SHAPES)
         object.__setattr__(self, "_layers", tuple(layers))
@@ -93,15 +97,18 @@ class PolicyNet:
         hidden = np.tanh(second @ hidden + second_bias)
         return np.asarray(output @ hidden + bias)
 
-    def probabilities(self, features: np.ndarray, legal: Sequence[bool] | np.ndarray) -> np.ndarray:
+    def probabilities(
+        self, features: np.ndarray, legal: Sequence[bool] | np.ndarray, blocked: Collection[int] = ()
+    ) -> np.ndarray:
         """Return the probability of each catalogue entry, (37,) float32; exactly 0 where illegal.
 
         Args:
             features: (FEATURE_COUNT,) float32.
             legal: (37,) truth values; ``none`` always counts as legal.
+            blocked: entries that count as illegal whatever ``legal`` says.
         """
         # each look at legality may cost something, so what it may not choose anyway is not looked at
-        chosen = [index for index in self._choices if index == NONE or legal[index]]
+        chosen = [index for index in self._choices if index == NONE or (index not in blocked and legal[index])]
         logits = self.logits(features)[chosen]
         weights = np.exp(logits - logits.max())
         odds = np.zeros(len(CATALOGUE_NAMES), dtype=np.float32)
@@ -124,6 +131,7 @@ class PolicyNet:
             "actions": list(self.actions),
             "hardware": self.hardware,
             "threshold": self.threshold,
+            "limits": {name: list(numbers) for name, numbers in self.limits.items()},
             "facts": dict(self.facts),
         }
         tensors = {name: np.ascontiguousarray(layer) for name, layer in self.weights.items()}
@@ -161,8 +169,15 @@ class PolicyNet:
                 f"policy net {path}: made for another layout; {'; '.join(differences)}. Train it again from the logs."
             )
         try:
-            return cls(tensors, tuple(meta["actions"]), bool(meta["hardware"]), meta["threshold"], dict(meta["facts"]))
-        except (KeyError, TypeError, ValueError) as error:
+            return cls(
+                tensors,
+                tuple(meta["actions"]),
+                bool(meta["hardware"]),
+                meta["threshold"],
+                {name: tuple(numbers) for name, numbers in meta["limits"].items()},
+                dict(meta["facts"]),
+            )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"policy net {path}: damaged ({error}); make or copy it again.") from error
 
 

@@ -13,6 +13,7 @@ from ...inner_trainers.recipe import Recipe
 from ..files import file_digest
 from .base import Candidate, ControlState, Decision
 from .features import Features
+from .limits import Limits
 from .net import PolicyNet
 
 SHOWN_PROBABILITY = 0.05
@@ -69,6 +70,7 @@ class NetController:
         self.net = net
         self.threshold = require_number("threshold", net.threshold if threshold is None else threshold, low=0, high=1)
         self._features = Features(hardware=net.hardware)
+        self._limits = Limits(net.limits)
         self._adjustments: tuple[Adjustment | None, ...] = ()
 
     @property
@@ -79,6 +81,7 @@ class NetController:
     def begin(self, recipe: Recipe, sources: Sequence[str]) -> None:
         """Forget the last round."""
         self._features.begin(recipe, sources)
+        self._limits.begin()
         self._adjustments = tuple(entry.adjustment(sources) for entry in CATALOGUE)
 
     def decide(self, state: ControlState) -> Decision:
@@ -89,7 +92,8 @@ class NetController:
 
     def propose(self, state: ControlState) -> Decision:
         """Return what `decide` would, without taking it as done."""
-        odds = self.net.probabilities(self._features.vector(state), state.legal).tolist()
+        blocked = self._limits.blocked(state.step)
+        odds = self.net.probabilities(self._features.vector(state), state.legal, blocked).tolist()
         sure = max(odds)
         best, floor = odds.index(sure), min(sure, SHOWN_PROBABILITY)
         candidates = {action: self._candidate(action, odd) for action, odd in enumerate(odds) if odd >= floor}
@@ -103,6 +107,8 @@ class NetController:
     def note(self, adjustment: Adjustment, step: int) -> None:
         """Remember what was applied after ``step`` steps, whoever decided it."""
         self._features.note(adjustment, step)
+        if adjustment in self._adjustments:
+            self._limits.note(self._adjustments.index(adjustment), step)
 
     def describe(self) -> Mapping[str, Any]:
         """Return its threshold, what the net may do and how it was made."""
@@ -113,6 +119,7 @@ class NetController:
             "parameters": self.net.parameters,
             "actions": list(self.net.actions),
             "hardware": self.net.hardware,
+            "limits": {name: list(numbers) for name, numbers in self.net.limits.items()},
             "facts": dict(self.net.facts),
         }
 
