@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain_gym.experiments.doc_tables import adjustments_table, algorithm_table, fault_table, signal_table
+from posttrain_gym.experiments.doc_tables import (
+    adjustments_table,
+    algorithm_table,
+    fault_table,
+    in_loop_observation_table,
+    signal_table,
+)
 from posttrain_gym.inner_trainers.adjustments import KINDS
 from posttrain_gym.inner_trainers.base import CAUSES
 from posttrain_gym.inner_trainers.fault_kinds import FAULTS
@@ -33,3 +39,7 @@ def test_the_tables_of_signals_and_adjustments_are_those_the_code_uses() -> None
     assert signal_table().count("\n") == 1 + len(SIGNALS)
     assert adjustments_table() in page
     assert adjustments_table().count("\n") == 1 + len(KINDS)
+
+
+def test_the_table_of_in_loop_observations_is_the_one_the_code_uses() -> None:
+    assert in_loop_observation_table() in (DOCS / "environment.md").read_text()
