@@ -43,6 +43,23 @@ def check_policy_name(name: str) -> None:
     )
 
 
+def require_adjusting_policy(name: str, env: str) -> None:
+    """Refuse a policy that plays recipes where rounds are adjusted.
+
+    Args:
+        name: what `load_policy` takes.
+        env: what the environment is called, for the message.
+
+    Raises:
+        ValueError: a heuristic or a fixed recipe.
+    """
+    if name in HEURISTICS or name.startswith(FIXED_PREFIX):
+        raise ValueError(
+            f"policy: {name!r} chooses recipes and adjusts no round; with --env {env} give the .zip of a policy that "
+            "was trained in it, or use `posttrain-gym run-recipe --controller`."
+        )
+
+
 def load_policy(name: str, env: gym.Env[Any, Any], seed: int) -> tuple[Any, gym.Env[Any, Any]]:
     """Return the policy of a name with the environment, wrapped as the policy needs it.
 

@@ -178,6 +178,13 @@ def space_fingerprint(env: gym.Env[Any, Any]) -> dict[str, Any]:
     }
 
 
+def _environment_of(facts: Mapping[str, Any]) -> str:
+    """Return what the command line calls the environment that a fingerprint is of."""
+    if "adjustments" not in facts:
+        return "recipe"
+    return "full" if "algorithms" in facts else "in-loop"
+
+
 def wrapper_arguments(algo: str, env: gym.Env[Any, Any]) -> dict[str, Any]:
     """Return the arguments of the action wrapper that fits the algorithm, as ``env`` has it.
 
@@ -235,6 +242,11 @@ class TrainedPolicy:
         path = Path(path)
         meta = read_policy_facts(path)
         own = space_fingerprint(env)
+        if _environment_of(meta) != _environment_of(own):
+            raise ValueError(
+                f"policy {path}: it was trained in an environment of --env {_environment_of(meta)}, this one is of "
+                f"--env {_environment_of(own)}; use it there."
+            )
         different = [
             f"{k}: the policy has {meta.get(k)}, the environment {own[k]}" for k in own if meta.get(k) != own[k]
         ]

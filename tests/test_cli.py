@@ -243,3 +243,21 @@ def test_a_recipe_file_with_a_key_twice_is_refused_with_its_line(tmp_path: Path)
     path.write_text("algorithm: sft\nmix: {web: 1.0}\nsteps: 3\nsteps: 4\n")
     with pytest.raises(ValueError, match=r"line 4: key 'steps' is there twice"):
         load_recipe(path)
+
+
+def test_a_policy_that_adjusts_rounds_is_trained_and_evaluated_in_its_environment(tmp_path: Path) -> None:
+    task = ("--task", "posttrain_gym.inner_trainers.testing:ScriptedFamily")
+    (tmp_path / "recipe.yaml").write_text("{algorithm: sft, mix: {left: 1.0}, steps: 10, learning_rate: 1.0e-4}")
+    given = ("--env", "in-loop", "--recipe", "recipe.yaml", "--interval", "5")
+    shown = ok("train", *task, *given, "--algo", "ppo", "--out", "run", "--rounds", "16", cwd=tmp_path)
+    assert (
+        "posttrain-gym evaluate" in shown and "--env in-loop --recipe recipe.yaml --interval 5 run/policy.zip" in shown
+    )
+    rows = json.loads(ok("evaluate", *task, *given, "run/policy.zip", "--instances", "100", "--json", cwd=tmp_path))
+    assert [entry["episodes"] for entry in rows["policies"]] == [1]
+    for arguments, expected in (
+        ((*given, "random"), "'random' chooses recipes and adjusts no round; with --env in-loop give the .zip"),
+        (("run/policy.zip",), "trained in an environment of --env in-loop, this one is of --env recipe"),
+    ):
+        done = run("evaluate", *task, *arguments, cwd=tmp_path)
+        assert done.returncode == 2 and expected in " ".join(done.stderr.split())

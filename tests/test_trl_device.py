@@ -14,7 +14,7 @@ import torch
 
 from posttrain_gym.envs.post_training import round_info
 from posttrain_gym.envs.search import Outcome
-from posttrain_gym.experiments.cli import _print_round
+from posttrain_gym.experiments.cli_output import print_round
 from posttrain_gym.inner_trainers.base import RoundReport
 from posttrain_gym.inner_trainers.tasks.base import Chat
 from posttrain_gym.inner_trainers.telemetry import EnergyMeter
@@ -123,11 +123,11 @@ def test_a_person_reads_the_card_in_one_line(capsys: pytest.CaptureFixture[str])
     result: dict[str, Any] = {"recipe": {}, "ignored": [], "ended": "finished", "steps": 2, "failure": None}
     result |= {"scores": {}, "flags": []}
     told = {"device": "cuda:0", "card": "Big [x]", "energy_joules": 7.5, "chosen_by": "CUDA_VISIBLE_DEVICES " * 9}
-    _print_round(result | {"telemetry": told})
+    print_round(result | {"telemetry": told})
     assert f"card     {json.dumps(told)}" in capsys.readouterr().out.splitlines()
-    _print_round(result | {"telemetry": {"device": "cpu", "card": "unavailable", "reason": "no card"}})
+    print_round(result | {"telemetry": {"device": "cpu", "card": "unavailable", "reason": "no card"}})
     assert "card     unavailable (no card)" in capsys.readouterr().out.splitlines()
-    _print_round(result | {"telemetry": {}})  # a recorded round tells nothing
+    print_round(result | {"telemetry": {}})  # a recorded round tells nothing
     assert "card" not in capsys.readouterr().out
 
 
