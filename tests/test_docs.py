@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from posttrain_gym.experiments.doc_tables import (
@@ -16,6 +17,7 @@ from posttrain_gym.inner_trainers.base import CAUSES
 from posttrain_gym.inner_trainers.fault_kinds import FAULTS
 from posttrain_gym.inner_trainers.signals import SIGNALS
 from posttrain_gym.inner_trainers.trl.algorithms import ALGORITHMS
+from posttrain_gym.meta_policies.controllers.rule_file import parse_rules
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -43,3 +45,8 @@ def test_the_tables_of_signals_and_adjustments_are_those_the_code_uses() -> None
 
 def test_the_table_of_in_loop_observations_is_the_one_the_code_uses() -> None:
     assert in_loop_observation_table() in (DOCS / "environment.md").read_text()
+
+
+def test_the_rule_file_of_the_documentation_is_one() -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", (DOCS / "controllers.md").read_text(), re.S)
+    assert [rule.name for rule in parse_rules(text, "controllers.md").rules] == ["KL runaway", "slower at the end"]
