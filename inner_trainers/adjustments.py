@@ -168,6 +168,17 @@ class Adjustment:
         return cls(**data)
 
 
+def require_adjustment(value: object) -> Adjustment:
+    """Return an adjustment that was given as one.
+
+    Raises:
+        ValueError: it is something else, such as its name.
+    """
+    if not isinstance(value, Adjustment):
+        raise ValueError(f"adjustment: expected an Adjustment, for example Adjustment('lr_scale', 0.5), got {value!r}.")
+    return value
+
+
 @dataclass(frozen=True)
 class CatalogueEntry:
     """One of the catalogue's adjustments.

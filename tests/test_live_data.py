@@ -198,6 +198,24 @@ def test_a_budget_is_never_passed_by_a_batch_that_has_grown(trainer: TrlTrainer,
     assert (report.ended, report.steps, report.training_cost.trained_tokens) == ("budget", 2, 3 * cost)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "factor"), [("sft", 4.0), ("sft", 32.0), ("dpo", 8.0), ("grpo", 8.0), ("ppo", 8.0)]
+)
+def test_a_step_that_an_adjustment_made_too_dear_is_not_begun(
+    algorithm: str, factor: float, trainer: TrlTrainer, task: TinyTask
+) -> None:
+    asked = recipe(algorithm, steps=6)
+    limit = Limit("train_tokens", 2.5 * trainer.step_cost_bound(task, asked).in_unit("train_tokens"))
+    session = trainer.begin(task, asked, trainer.base(task), 3, limit)
+    session.advance(1)
+    session.apply(Adjustment("batch_scale", factor))
+    session.advance()
+    report, checkpoint = session.result()
+    assert (report.ended, report.steps, report.failure) == ("budget", 1, None)
+    assert report.training_cost.in_unit("train_tokens") <= limit.amount
+    assert checkpoint is not None
+
+
 # Completions per prompt -----------------------------------------------------------------------------------------------
 
 
@@ -308,6 +326,26 @@ def test_rows_are_apportioned_to_within_a_row_at_any_time() -> None:
         before = apportionment.next(13)
         apportionment.undo(before)
         assert apportionment.next(13) == before
+
+
+def test_what_a_source_is_owed_outlives_a_change_of_shares() -> None:
+    """Shares that move a little after every few rows: no source starves."""
+    apportionment, given, wanted = (
+        Apportionment({"a": 0.4, "b": 0.4, "c": 0.1, "d": 0.1}),
+        Counter[str](),
+        dict.fromkeys("abcd", 0.0),
+    )
+    for step in range(400):
+        shift = 0.001 * (step % 2)
+        shares = {"a": 0.4 + shift, "b": 0.4 - shift, "c": 0.1, "d": 0.1}
+        apportionment.change(shares)
+        given += Counter(apportionment.next(4))
+        wanted = {name: wanted[name] + 4 * share for name, share in shares.items()}
+        assert all(abs(given[name] - wanted[name]) < 1.5 for name in shares)
+    apportionment.change({"a": 1.0, "b": 0.0})
+    assert apportionment.next(3) == {"a": 3}
+    apportionment.change({"b": 0.5, "c": 0.5})
+    assert apportionment.next(10) == {"b": 5, "c": 5}
 
 
 def test_weight_moves_to_the_others_by_their_weights(trainer: TrlTrainer, task: TinyTask) -> None:
@@ -661,6 +699,50 @@ def test_a_critic_trains_on_after_memory_ran_out(trainer: TrlTrainer, task: Tiny
     fails(watched, "_compute_loss", more_rows_than(4), 2)
     report = watched.finish()
     assert report.steps == 4 and all(math.isfinite(row["value_loss"]) for row in report.curves)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_step_that_cannot_be_paid_twice_is_not_done_again(
+    accumulation: int, trainer: TrlTrainer, task: TinyTask
+) -> None:
+    asked = recipe("sft", batch_size=8 // accumulation, gradient_accumulation=accumulation, steps=4)
+    one = trainer.step_cost_bound(task, asked).in_unit("train_tokens")
+    limit = Limit("train_tokens", 3 * one)  # one step, and one of twice its size
+    watched = Watched(trainer, task, asked, limit=limit).after(1, Adjustment("batch_scale", 2.0))
+    inner = watched.session._trainer
+    loss = inner.compute_loss
+
+    def short_of_memory(*arguments: Any, **more: Any) -> Any:
+        found = loss(*arguments, **more)  # what was computed has been paid
+        if len(arguments[1]["input_ids"]) > 8 // accumulation:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return found
+
+    inner.compute_loss = short_of_memory
+    watched.session.advance()
+    report, checkpoint = watched.session.result()
+    # of two passes only the first was spent, so that a step of the old size is still paid
+    assert (report.ended, report.steps, report.failure) == ("budget", accumulation, None)
+    assert report.training_cost.in_unit("train_tokens") <= limit.amount
+    assert checkpoint is not None
+    if accumulation == 2:
+        return
+    alone = Watched(trainer, task, asked)
+    alone.session.advance(1)
+    alone.session.apply(Adjustment("stop"))
+    stopped = alone.session.result()[1]
+    assert stopped is not None and equal(checkpoint.weights, stopped.weights)
+
+
+def test_rows_of_a_step_done_again_are_counted_once(trainer: TrlTrainer, task: TinyTask) -> None:
+    for algorithm in ("sft", "dpo", "kto", "ppo"):
+        watched = Watched(trainer, task, recipe(algorithm, steps=2)).after(1, UP)
+        fails(watched, "compute_loss", more_rows_than(8 * (2 if algorithm == "dpo" else 1)))
+        rows = watched.session._trainer.live_rows
+        before = sum(rows._times)
+        times = rows._times
+        watched.finish()
+        assert sum(times) - before == 8, algorithm
 
 
 def test_it_goes_back_to_the_last_size_that_fitted(trainer: TrlTrainer, task: TinyTask) -> None:

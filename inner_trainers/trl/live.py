@@ -15,6 +15,10 @@ from .metering import Meter
 from .rescue import Rescue
 
 
+class StepNotPaidError(Exception):
+    """Unwinds a round whose step has to be done again, which its budget does not pay for."""
+
+
 @dataclass
 class LiveRound:
     """A running round while its worker is parked.
@@ -27,6 +31,7 @@ class LiveRound:
         rescue: keeps the last good weights.
         meter: what the trainer counts.
         step_bound: returns the most that one step of a recipe can cost.
+        pays: returns whether what is left of the budget pays one step of a recipe; None for no budget.
         trainer: the TRL trainer; None until it is built, and after the round.
         started: whether the worker was started: before that the trainer has neither optimiser nor schedule.
         step: optimiser steps done.
@@ -41,6 +46,7 @@ class LiveRound:
     rescue: Rescue
     meter: Meter
     step_bound: Callable[[Recipe], Cost]
+    pays: Callable[[Recipe], bool] | None = None
     trainer: Any = None
     started: bool = False
     step: int = 0

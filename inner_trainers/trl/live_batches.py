@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from ..faults import is_out_of_memory
 from ..messages import first_line
+from .live import StepNotPaidError
 from .live_data import LiveRows, Row
 from .memory import memory_in_use, peak_memory
 from .metering import Meter
@@ -58,6 +60,7 @@ class LiveBatches:
         self.live_rows, self.examples = rows, examples
         self._on_cuda = self.args.device.type == "cuda"
         self._numbers: list[list[int] | None] = []
+        self._counted: list[int] = []  # rows that the step is counted for
         self._noted: list[tuple[list[int], torch.Tensor, torch.Tensor | None]] = []
 
     def hold_settings(self) -> None:
@@ -123,17 +126,16 @@ class LiveBatches:
 
     def _take_numbers(self, rows: LiveRows, batches: list[Any], samples: bool | None) -> None:
         """Note which rows the step trains on, and take their numbers out of what the loss sees."""
-        self._numbers = []
+        self._numbers, self._counted = [], []
         if samples is None:
             taken = [batch.pop(ROW_NUMBER, None) for batch in batches]
             self._numbers = [None if numbers is None else numbers.tolist() for numbers in taken]
-            for numbers in self._numbers:
-                if numbers is not None:
-                    rows.trained_on(numbers)
+            self._counted = [number for numbers in self._numbers for number in numbers or ()]
         elif samples and batches and ROW_NUMBER in batches[0][0]:
             assert rows.live is not None
             copies = rows.live.now.num_generations if rows.grouped else 1
-            rows.trained_on([prompt[ROW_NUMBER] for prompt in batches[0][::copies]])
+            self._counted = [prompt[ROW_NUMBER] for prompt in batches[0][::copies]]
+        rows.trained_on(self._counted)
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()  # type: ignore[misc]
@@ -191,6 +193,8 @@ class LiveBatches:
         """Undo the passes of an optimiser step that ran out of memory and draw it anew, smaller; return its items."""
         live, size = rows.live, rows.size_that_fitted()
         assert live is not None and size is not None and self._kept is not None
+        if live.pays is not None and not live.pays(replace(live.now, batch_size=size)):
+            raise StepNotPaidError
         too_large, step = live.now.batch_size, live.step + 1
         self._kept.put_back(self)
         rows.too_large = too_large if rows.too_large is None else min(too_large, rows.too_large)
@@ -201,6 +205,7 @@ class LiveBatches:
         if self._on_cuda:
             gc.collect()  # what the passes held may hang on a cycle
             torch.cuda.empty_cache()
+        rows.trained_on(self._counted, times=-1)
         if self._step_rows is not None:
             rows.take_back()
         self._step_batches[:] = self._drawn_batches(rows)  # the list that the library goes through

@@ -104,11 +104,10 @@ class LiveRows:
         sequences = now.batch_size * now.gradient_accumulation
         return sequences // now.num_generations if self.grouped else sequences
 
-    def trained_on(self, numbers: Sequence[int]) -> None:
-        """Note that rows are trained on."""
-        times = self._times
+    def trained_on(self, numbers: Sequence[int], times: int = 1) -> None:
+        """Note that rows are trained on; ``times`` -1 takes that back."""
         for number in numbers:
-            times[number] += 1
+            self._times[number] += times
 
     def grade(self, numbers: Sequence[int], difficulty: Sequence[float]) -> None:
         """Note how hard rows were."""
@@ -129,7 +128,11 @@ class LiveRows:
         assert self.live is not None
         mix, step = self.live.now.mix, self.live.step + 1
         if self._apportionment is None or mix != self._mix:
-            self._mix, self._apportionment = mix, Apportionment(self.pools.shares(self.live.now))
+            self._mix, shares = mix, self.pools.shares(self.live.now)
+            if self._apportionment is None:
+                self._apportionment = Apportionment(shares)
+            else:
+                self._apportionment.change(shares)
         counts = self._apportionment.next(self.rows_per_step())
         owed_before, queued = dict(self._hard_owed), []
         drawn: list[int] = []

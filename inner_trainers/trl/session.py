@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import PrinterCallback, TrainerCallback
 
-from ..adjustments import Adjustment
+from ..adjustments import Adjustment, require_adjustment
 from ..base import Checkpoint, Cost, Failure, Limit, RoundReport, checkpoint_id
 from ..fault_kinds import failure
 from ..fault_policy import RETRY_FACTOR
@@ -28,7 +30,7 @@ from .algorithms import AlgorithmSpec
 from .curves import completion_flags, curve_values
 from .executor import Executor
 from .hardware import HardwareWatch
-from .live import LiveRound
+from .live import LiveRound, StepNotPaidError
 from .memory import forget_peak, peak_memory, take_apart
 from .metering import Meter
 from .models import copy_weights, trainable_tensors
@@ -85,9 +87,11 @@ class TrlSession:
             rescue=self._rescue,
             meter=meter,
             step_bound=step_bound,
+            pays=None if limit is None else lambda now: not self._passes_limit(step_bound(now)),
         )
         self._executor = Executor(self._live)
         self._settings_watch = SettingsWatch(self._live)
+        self._turn = threading.Lock()
         self._worker = Worker(self._train, self._hurry, torch_threads)
         self._telemetry = RoundTelemetry(device)
         self._monitor = Monitor(sorted(recipe.mix), on_policy=spec.on_policy)
@@ -158,16 +162,38 @@ class TrlSession:
     def advance(self, steps: int | None = None) -> Mapping[str, float]:
         """Take up to ``steps`` optimiser steps (all that are left when None); return the last step's curve row."""
         quota = self._recipe.steps if steps is None else require_integer("steps", steps, low=1, high=2**31)
-        if not self.done:
-            self._quota = quota
-            if self._seconds_left() == 0:
-                self._pass_time_limit("before its next step")
-            else:
-                self._hand_over()
-        return self._curves[-1] if self._curves else {}
+        with self._one_caller("advance"):
+            if not self.done:
+                self._quota = quota
+                if self._seconds_left() == 0:
+                    self._pass_time_limit("before its next step")
+                elif self._would_pass_limit():  # an adjustment may have made the next step dearer
+                    self._ended = "budget"
+                else:
+                    self._hand_over()
+            return self._curves[-1] if self._curves else {}
+
+    @contextmanager
+    def _one_caller(self, what: str) -> Iterator[None]:
+        """Refuse the block while another thread is in one.
+
+        Raises:
+            RuntimeError: it is.
+        """
+        if not self._turn.acquire(blocking=False):
+            raise RuntimeError(f"{what}: another thread is advancing or adjusting this session; one at a time may.")
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     def refusal(self, adjustment: Adjustment) -> str | None:
-        """Return why the adjustment cannot be applied now, as a sentence; None when it can."""
+        """Return why the adjustment cannot be applied now, as a sentence; None when it can.
+
+        Raises:
+            ValueError: it is no `Adjustment`.
+        """
+        require_adjustment(adjustment)
         if self.done:
             return f"the round has ended ({self._ended}) at step {self.step}"
         if self._worker.running:
@@ -178,17 +204,19 @@ class TrlSession:
         """Change the round from the next step on.
 
         Raises:
-            ValueError: `refusal` has a reason.
+            ValueError: `refusal` has a reason, or it is no `Adjustment`.
+            RuntimeError: another thread is advancing or adjusting the session.
         """
-        reason = self.refusal(adjustment)
-        if reason is not None:
-            raise ValueError(f"adjustment {adjustment.kind!r}: {reason}.")
-        if adjustment.kind == "stop":
-            self._ended = "stopped"
-            self._executor.note(adjustment)
-            return
-        with trainable_tensors():  # what is copied here is trained with on the worker
-            self._executor.apply(adjustment)
+        with self._one_caller("apply"):
+            reason = self.refusal(adjustment)
+            if reason is not None:
+                raise ValueError(f"adjustment {adjustment.kind!r}: {reason}.")
+            if adjustment.kind == "stop":
+                self._ended = "stopped"
+                self._executor.note(adjustment)
+                return
+            with trainable_tensors():  # what is copied here is trained with on the worker
+                self._executor.apply(adjustment)
 
     def flag(self, sentence: str) -> None:
         """Add a sentence to the flags of the round's report; one that is there already is not repeated."""
@@ -334,19 +362,27 @@ class TrlSession:
     def _note_end(self) -> None:
         """Label the end of a worker that ended by itself."""
         if self._worker.error is not None:
-            fault = failure_from_exception(self._worker.error, self.step + 1)
-            self._worker.error = None  # its traceback holds the model
-            self._end_by(fault)
+            error, self._worker.error = self._worker.error, None  # its traceback holds the model
+            if isinstance(error, StepNotPaidError):
+                self._ended = "budget"
+            else:
+                self._end_by(failure_from_exception(error, self.step + 1))
         elif self._worker.ended and self._ended is None:
             self._end_by(failure("stopped_early", self.step, f"training ended after {self.step} steps by itself"))
 
     def _would_pass_limit(self) -> bool:
         if self._limit is None:
             return False
-        unit = self._limit.unit
         if self._live.now is not self._bounded:
             self._bounded, self._bound = self._live.now, self._live.step_bound(self._live.now)
-        bound = self._bound if self._worker.started else self._first_bound
+        bounds = (self._bound,) if self._worker.started else (self._bound, self._first_bound)
+        return any(self._passes_limit(bound) for bound in bounds)
+
+    def _passes_limit(self, bound: Cost) -> bool:
+        """Return whether a step that costs at most ``bound`` could pass the limit."""
+        if self._limit is None:
+            return False
+        unit = self._limit.unit
         next_step = self._slowest_step if unit == "device_seconds" else bound.in_unit(unit)
         spent = self._wall_seconds if unit == "device_seconds" else self.cost.in_unit(unit)
         if unit == "device_seconds" and self._worker.running:
@@ -454,6 +490,7 @@ class TrlSession:
 
     def _release(self) -> None:
         self._worker.close()
+        self._live.pays = None  # it refers to this session: a cycle
         self._rescue.let_go()
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
