@@ -32,6 +32,7 @@ class Origin:
         steps: optimiser steps its weights have had.
         limit: the round's limit; None for none.
         adjustments: what was applied: (optimiser steps done then, adjustment).
+        rolled_back: whether a fault ended the round with weights from before its last step.
     """
 
     start: str
@@ -40,6 +41,7 @@ class Origin:
     steps: int
     limit: Limit | None
     adjustments: tuple[tuple[int, Adjustment], ...] = ()
+    rolled_back: bool = False
 
 
 class Records:
@@ -131,6 +133,12 @@ class Records:
                     break
                 if step > session.step:
                     session.advance(step - session.step)
+                reason = session.refusal(adjustment)
+                if reason is not None:
+                    raise RuntimeError(
+                        f"the round that made checkpoint {checkpoint.id} cannot be repeated here: {adjustment} after "
+                        f"step {step} is refused ({reason})."
+                    )
                 session.apply(adjustment)
             if origin.steps > session.step:
                 session.advance(origin.steps - session.step)
@@ -140,4 +148,10 @@ class Records:
         if made is None:
             reason = "" if report.failure is None else f" ({report.failure.evidence})"
             raise RuntimeError(f"the round that made checkpoint {checkpoint.id} failed when it was repeated{reason}.")
+        if made.id != checkpoint.id and not origin.rolled_back:  # memory ran out then or now, and a batch was cut
+            raise RuntimeError(
+                f"the round that made checkpoint {checkpoint.id} came out as {made.id} when it was repeated: "
+                f"{'; '.join(report.flags) or 'its steps were others'}. Its weights are lost; begin from another "
+                "checkpoint, or run the search anew."
+            )
         return made.weights

@@ -225,7 +225,13 @@ class Search(ProbedSearch):
         if made is not None:
             steps = report.steps if report.rolled_back_to is None else report.rolled_back_to
             self.records.made_by[made.id] = Origin(
-                running.start.id, running.recipe, running.seed, steps, running.limit, report.adjustments
+                running.start.id,
+                running.recipe,
+                running.seed,
+                steps,
+                running.limit,
+                report.adjustments,
+                report.rolled_back_to is not None,
             )
             if made.weights is not None:
                 self.records.kept[made.id] = made

@@ -20,12 +20,16 @@ from .base import Candidate, ControlState, Decision, nothing
 
 
 class LearningRateSchedule(ABC):
-    """A learning rate for each step, as a share of the recipe's peak."""
+    """A learning rate for each step, as a share of the recipe's peak.
+
+    What others multiply the rate by, as a retry after a fault does, stays in force: the schedule is multiplied by it.
+    """
 
     name = "schedule"
 
     def __init__(self) -> None:
         self._peak, self._steps = 1.0, 1
+        self._own_factor = 1.0  # of the rate's factor in force, what this schedule has asked for
 
     @abstractmethod
     def share(self, step: int, steps: int) -> float:
@@ -33,7 +37,7 @@ class LearningRateSchedule(ABC):
 
     def begin(self, recipe: Recipe, sources: Sequence[str]) -> None:
         """Take the peak and the length of the round."""
-        self._peak, self._steps = recipe.learning_rate, recipe.steps
+        self._peak, self._steps, self._own_factor = recipe.learning_rate, recipe.steps, 1.0
 
     def opening(self, settings: Mapping[str, float]) -> Candidate | None:
         """Return the factor for the first step; None for none."""
@@ -45,11 +49,13 @@ class LearningRateSchedule(ABC):
         return Decision(nothing(self.name, "the rate is the schedule's")) if candidate is None else Decision(candidate)
 
     def _candidate(self, done: int, settings: Mapping[str, float]) -> Candidate | None:
-        wanted = self._peak * self.share(done + 1, self._steps)
+        others = settings.get("learning_rate_factor", 1.0) / self._own_factor
+        wanted = self._peak * self.share(done + 1, self._steps) * others
         now = settings["learning_rate"]
         if now <= 0 or math.isclose(now, wanted, rel_tol=1e-12):
             return None
         factor = min(wanted / now, KINDS["lr_scale"].high)
+        self._own_factor *= factor
         return Candidate(None, Adjustment("lr_scale", factor), self.name, "the rate follows the schedule")
 
     def describe(self) -> Mapping[str, Any]:
