@@ -20,8 +20,11 @@ from .statistics import stratified_bootstrap_interval
 ALGORITHM, STEPS = "sft", 80
 PAIRS = 10
 """Interleaved pairs unless told otherwise."""
-PARTS = ("gradients", "monitor", "decide", "apply")
-"""Our own code between two optimiser steps. Handing over to the worker is in the throughput alone."""
+PARTS = ("gradients", "rows", "monitor", "decide", "apply")
+"""Our own code of an optimiser step: gradient statistics, losses per row and source, z-scores, deciding, applying.
+
+Handing over to the worker is in the throughput alone.
+"""
 OWN_TARGET_MS, SHARE_TARGET, FORWARD_TARGET_MS, MEMORY_TARGET = 0.15, 0.004, 0.05, 1.02
 _FORWARDS = 2000
 _MEMORY_RUNS = 3
@@ -41,6 +44,7 @@ def bench_in_loop(repeats: int) -> dict[str, Any]:
         **own,
         **_throughput(setup, repeats),
         **_forward(),
+        "net_decide_ms": _net_decision(setup),
         **_memory(setup, min(repeats, _MEMORY_RUNS)),
     }
 
@@ -106,7 +110,7 @@ class _Timings(DecisionLog):
     def _ignore(self, *arguments: Any, **options: Any) -> None:
         """Write nothing."""
 
-    begin = step = remember_mask = decision = failed = finish = end = close = _ignore
+    begin = step = remember = decision = failed = finish = end = close = _ignore
 
 
 def _own_code(setup: _Setup) -> dict[str, Any]:
@@ -167,7 +171,7 @@ def _throughput(setup: _Setup, pairs: int) -> dict[str, Any]:
 
 
 def _forward() -> dict[str, Any]:
-    """Return the median time of a policy net's decision: features, forward pass and masked softmax in numpy."""
+    """Return the median time of a policy net's forward pass with its masked softmax; features are timed elsewhere."""
     from ..meta_policies.controllers.features import FEATURE_COUNT
     from ..meta_policies.controllers.net import _SHAPES, PolicyNet
 
@@ -186,6 +190,19 @@ def _forward() -> dict[str, Any]:
         "target_net_forward_ms": FORWARD_TARGET_MS,
         "net_parameters": net.parameters,
     }
+
+
+def _net_decision(setup: _Setup) -> float:
+    """Return the median time, in ms, of the packaged net's whole decision between the steps of a live round."""
+    from ..meta_policies.controllers.catalogue import make_controller
+    from ..meta_policies.controllers.drive import drive_round
+
+    timings, session = _Timings(), setup.begin()
+    try:
+        drive_round(session, setup.recipe, make_controller("net:letters"), log=timings)
+    finally:
+        session.close()
+    return 1e3 * _median([row["decide"] for row in timings.rows if "decide" in row])
 
 
 def _memory(setup: _Setup, runs: int) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def test_bench_in_loop_has_its_figures_beside_their_targets(
     monkeypatch.setattr(bench_in_loop, "_peak_of_fresh_process", peak_here)
     result = json.loads(json.dumps(run_bench("in-loop", 1)))
     assert result["repeats"] == result["pairs"] == 1
-    assert set(result["own_ms_by_part"]) == {"gradients", "monitor", "decide", "apply"}
+    assert set(result["own_ms_by_part"]) == {"gradients", "rows", "monitor", "decide", "apply"}
     assert result["own_ms"] == pytest.approx(sum(result["own_ms_by_part"].values()))
     assert result["own_share"] == pytest.approx(result["own_ms"] / result["step_ms"])
     targets = {"own_ms": 0.15, "own_share": 0.004, "net_forward_ms": 0.05, "memory_ratio": 1.02}
@@ -50,5 +50,6 @@ def test_bench_in_loop_has_its_figures_beside_their_targets(
         low, high = result[f"{name}_interval"]
         assert 0 < low <= result[name] <= high
     assert result["net_parameters"] <= 15_000
+    assert 0 < result["net_forward_ms"] < result["net_decide_ms"]
     assert result["steps"] == 5  # of six: nothing is decided after the last
     assert result["memory_ratio"] > 0

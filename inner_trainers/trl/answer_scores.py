@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ class AnswerScores:
         policy: (B,), of the last pass that takes part in the gradient; None before one.
         tokens: (B,), how many labels each of them sums over.
         reference: (B,), of the last pass without a gradient: the reference's, as it is scored last; None without.
+        seconds: what keeping them has taken so far.
     """
 
     def __init__(self) -> None:
         self.policy: torch.Tensor | None = None
         self.tokens: torch.Tensor | None = None
         self.reference: torch.Tensor | None = None
+        self.seconds = 0.0
 
     @classmethod
     def of(cls, *models: Any) -> AnswerScores:
@@ -37,8 +40,10 @@ class AnswerScores:
         found = getattr(outputs, "log_probs", None)
         if found is None:
             return
+        began = time.perf_counter()
         if torch.is_grad_enabled():
             self.policy = found.detach().sum(dim=1)
             self.tokens = outputs.label_mask.sum(dim=1)
         else:
             self.reference = found.sum(dim=1)
+        self.seconds += time.perf_counter() - began

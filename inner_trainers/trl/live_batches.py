@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from ..faults import is_out_of_memory
 from ..messages import first_line
+from .answer_scores import AnswerScores
 from .live import StepNotPaidError
 from .live_data import LiveRows, Row
 from .memory import memory_in_use, peak_memory
@@ -32,6 +34,7 @@ class LiveBatches:
 
     Attributes:
         meter: what the trainer counts.
+        scores: what each row's answer got in the passes; None for a trainer that samples.
         live_rows: the rows of the round; None for a trainer whose rows are fixed before it begins.
         examples: turns the rows of one batch into what the collator takes (for trainers that sample: prompts).
         rows_fixed: why the rows of this trainer cannot change, as a sentence; empty when they can.
@@ -39,6 +42,7 @@ class LiveBatches:
 
     meter: Meter
     live_rows: LiveRows | None = None
+    scores: AnswerScores | None = None
     examples: Callable[[Sequence[Row]], list[dict[str, Any]]]
     rows_fixed = ""
     args: Any
@@ -50,6 +54,7 @@ class LiveBatches:
     _step_batches: list[Any]
     _step_rows: list[Row] | None = None
     _pass_number = 0
+    _rows_seconds = 0.0
     _recounted: Any = None
     _kept: _Kept | None = None
     _at_size = 0
@@ -80,6 +85,7 @@ class LiveBatches:
         rows = self.live_rows
         if rows is None or rows.live is None:
             return batches, items
+        began = time.perf_counter()
         if rows.memory.level is None:
             rows.memory.level = memory_in_use(device)
         self._step_rows = self._recounted = None
@@ -97,6 +103,7 @@ class LiveBatches:
         self._step_batches = batches
         self._take_numbers(rows, batches, samples)
         self._kept = _Kept(self) if rows.grown else None
+        self._rows_seconds = time.perf_counter() - began
         return batches, items
 
     def _samples_next(self) -> bool | None:
@@ -236,10 +243,15 @@ class LiveBatches:
         """Log a step, with the mean loss of each source that it had rows of."""
         rows = self.live_rows
         if rows is not None and "loss" in logs:
+            began = time.perf_counter()
             rows.step_fitted()
             self._at_size += 1
             if self._noted:
                 self._read_losses(rows)
+            spent = self._rows_seconds + time.perf_counter() - began
+            if self.scores is not None:
+                spent, self.scores.seconds = spent + self.scores.seconds, 0.0
+            self.meter.own_seconds["rows"] = spent
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def _read_losses(self, rows: LiveRows) -> None:
