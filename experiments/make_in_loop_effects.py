@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from ..inner_trainers.files import write_atomically
 from .make_letters_rounds import RESULTS, read_parquet_rows, versions
-from .statistics import mean_of_task_means, task_bootstrap_interval
 
 NAME = "in_loop_effects"
 INSTANCES = (10_000, 10_001, 10_002, 10_004, 10_022)
@@ -199,11 +200,17 @@ def gains(rows: Sequence[Mapping[str, Any]], scenario: str, arm: str) -> dict[tu
 
 
 def estimate(by_unit: Mapping[tuple[int, int], float]) -> tuple[float, float, float]:
-    """Return the mean over instances, and its 95 % bootstrap interval that redraws instances and rounds within."""
+    """Return the mean over instances, and its 95 % bootstrap interval that redraws instances and rounds within.
+
+    The interval is that of `statistics.task_bootstrap_interval`, drawn at once: every instance has as many rounds.
+    """
     instances = sorted({instance for instance, _ in by_unit})
-    tasks = [[value for (instance, _), value in by_unit.items() if instance == one] for one in instances]
-    low, high = task_bootstrap_interval(tasks, mean_of_task_means, resamples=RESAMPLES)
-    return mean_of_task_means(tasks), low, high
+    values = np.array([[value for (instance, _), value in by_unit.items() if instance == one] for one in instances])
+    rng = np.random.default_rng(0)
+    picks = rng.integers(len(values), size=(RESAMPLES, len(values), 1))
+    rounds = rng.integers(values.shape[1], size=(RESAMPLES, *values.shape))
+    low, high = np.quantile(values[picks, rounds].mean(axis=(1, 2)), (0.025, 0.975))
+    return float(values.mean()), float(low), float(high)
 
 
 def difference(rows: Sequence[Mapping[str, Any]], scenario: str, arm: str, other: str) -> tuple[float, float, float]:
@@ -244,8 +251,8 @@ def describe(rows: Sequence[Mapping[str, Any]]) -> str:
         "Nothing was tuned on these instances: rules were tuned by hand, and the net cloned from the rules' logs, on "
         "meta-train instances alone (`make_in_loop_net`). The scenarios' right rates are those of "
         "[effects.md](effects.md). The recipes were chosen on meta-train instances so that a wrong rate costs score. "
-        "The kinds of error were known: the rules were tuned for them, and the net's logs are rounds of these scenarios "
-        "on other instances, with rates within 30 % of them and, in every third turn, right ones.",
+        "The kinds of error were known: the rules were tuned for them, and the net's logs are rounds of these "
+        "scenarios on other instances, with rates within 30 % of them and, in every third turn, right ones.",
         "",
         "| scenario | base | " + " | ".join(ARMS) + " |",
         "|---|---|" + "---|" * len(ARMS),
@@ -270,7 +277,7 @@ def describe(rows: Sequence[Mapping[str, Any]]) -> str:
                      if (name, by) == (scenario.name, arm)}  # fmt: skip
             shown = [_difference(*cells[other]) if other in cells else "no KL" for other in STATIC]
             lines.append(f"| {scenario.name} | {arm} | " + " | ".join(shown) + " |")
-    lines += ["", *_summary(found), "", *_how_it_came(rows), ""]
+    lines += ["", *_summary(found), "", *_how_it_came(rows, len(found)), ""]
     return "\n".join(lines)
 
 
@@ -303,7 +310,7 @@ def _than(said: str) -> str:
     return "than" if said == "worse" else "from"
 
 
-def _how_it_came(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _how_it_came(rows: Sequence[Mapping[str, Any]], comparisons: int) -> list[str]:
     """Return what was done in the rounds, and how the table is made again."""
     lines = [
         "What was done, per round on average, beside the share of the limit that was spent:",
@@ -329,9 +336,10 @@ def _how_it_came(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         "",
         "What the table does not show: other sizes of model, longer rounds, recipes with a right rate, rounds after "
         "the first, or rules and nets on other tasks than those they were tuned on. Five instances make narrow "
-        f"intervals, and none of the {len(verdicts(rows))} comparisons is corrected for their number.",
+        f"intervals, and none of the {comparisons} comparisons is corrected for their number.",
         "",
-        "Command: `python -m posttrain_gym.experiments.make_in_loop_effects`, from the repository root. One thread, no "
+        "Command: `python -m posttrain_gym.experiments.make_in_loop_effects`, from the repository root; the "
+        "committed rows were run in parts, by five processes. One thread each, no "
         f"GPU, {sum(row['train_seconds'] for row in rows) / 60:.0f} minutes of training on a shared machine. Versions: "
         f"{rows[0]['versions']}.",
     ]

@@ -8,12 +8,15 @@ import math
 import pytest
 
 from posttrain_gym.experiments import make_effects as effects
+from posttrain_gym.experiments import make_in_loop_effects as in_loop
+from posttrain_gym.experiments import make_in_loop_net as in_loop_net
 from posttrain_gym.experiments import make_letters_controls as controls
 from posttrain_gym.experiments import make_letters_rounds as rounds
 from posttrain_gym.experiments import make_probes as probes
 from posttrain_gym.experiments.comparison import normalised
+from posttrain_gym.experiments.statistics import mean_of_task_means, task_bootstrap_interval
 from posttrain_gym.inner_trainers.recipe import Recipe
-from posttrain_gym.inner_trainers.tasks.letters import BASES
+from posttrain_gym.inner_trainers.tasks.letters import BASES, TEST_SEEDS, TRAIN_SEEDS
 from posttrain_gym.inner_trainers.trl.algorithms import ALGORITHMS
 
 
@@ -169,3 +172,57 @@ def test_a_probe_gives_its_committed_suggestion() -> None:
     for new, old in zip(again, committed, strict=True):
         assert new["gain"] == pytest.approx(old["gain"], abs=2 * old["gain_error"] + 1e-3)
         assert new["score"] == pytest.approx(old["score"], abs=2 * old["score_error"])
+
+
+def test_in_loop_differences_by_hand() -> None:
+    """Two instances with two rounds each: paired differences, joined by instance."""
+    base = {"scenario": "s", "base_test_score": 0.2}
+    scores = {"a": (0.5, 0.7, 0.3, 0.3), "b": (0.4, 0.7, 0.3, 0.2)}
+    units = ((1, 0), (1, 1), (2, 1), (2, 2))
+    rows = [
+        {**base, "arm": arm, "instance": instance, "seed": seed, "test_score": score}
+        for arm, values in scores.items()
+        for (instance, seed), score in zip(units, values, strict=True)
+    ]
+    assert in_loop.gains(rows, "s", "b") == pytest.approx({(1, 0): 0.2, (1, 1): 0.5, (2, 1): 0.1, (2, 2): 0.0})
+    mean, low, high = in_loop.difference(rows, "s", "a", "b")
+    assert mean == pytest.approx(0.05)
+    assert (low, high) == pytest.approx((0.0, 0.1))
+    uneven = {(1, 0): 0.1, (1, 1): 0.4, (2, 1): -0.2, (2, 2): 0.9, (3, 0): 0.3, (3, 1): 0.2}
+    tasks = [[0.1, 0.4], [-0.2, 0.9], [0.3, 0.2]]
+    expected = task_bootstrap_interval(tasks, mean_of_task_means, resamples=4000)
+    assert in_loop.estimate(uneven) == pytest.approx((mean_of_task_means(tasks), *expected), abs=0.02)
+    assert in_loop.word(low, high) == "not told apart"
+    assert in_loop.word(0.01, 0.1) == "better"
+    assert in_loop.word(-0.1, -0.01) == "worse"
+
+
+def test_in_loop_effects_are_complete_fair_and_untuned() -> None:
+    rows = in_loop.read_results()
+    assert (rounds.RESULTS / "in_loop_effects.md").read_text() == in_loop.describe(rows)
+    keys = [in_loop.key_of(row) for row in rows]
+    assert keys == [(s.name, arm, *unit) for s in in_loop.SCENARIOS for arm in s.arms for unit in in_loop.UNITS]
+    assert {instance for instance, _ in in_loop.UNITS} <= set(TEST_SEEDS)
+    assert set(in_loop_net.INSTANCES) <= set(TRAIN_SEEDS)
+    assert len({seed for _, seed in in_loop.UNITS}) == 5
+    for row in rows:
+        assert row["train_tokens"] <= row["limit"], in_loop.key_of(row)
+        assert row["controller"] == in_loop.controller_digest(row["arm"]), "rules or net changed since; run it again"
+    for scenario in in_loop.SCENARIOS:
+        for unit in in_loop.UNITS:
+            same = [r for r in rows if r["scenario"] == scenario.name and (r["instance"], r["seed"]) == unit]
+            assert len({(r["limit"], r["content_hash"], r["recipe"], r["base_test_score"]) for r in same}) == 1
+
+
+@pytest.mark.parametrize(("scenario", "arm"), [(0, "rules"), (1, "schedule:cosine"), (1, "net:letters")])
+def test_a_sample_of_in_loop_effects_gives_the_committed_scores(scenario: int, arm: str) -> None:
+    chosen, (instance, seed) = in_loop.SCENARIOS[scenario], in_loop.UNITS[0]
+    key = (chosen.name, arm, instance, seed)
+    committed = next(row for row in in_loop.read_results() if in_loop.key_of(row) == key)
+    again = in_loop.run_cell(chosen, arm, instance, seed, committed["limit"])
+    for name in ("content_hash", "recipe", "failure", "steps"):
+        assert again[name] == committed[name]
+    assert again["rates"][0] == pytest.approx(committed["rates"][0])
+    assert again["train_tokens"] == pytest.approx(committed["train_tokens"], rel=0.02)
+    # equal bit for bit on one machine; another processor may round differently, and a score has its error
+    assert again["test_score"] == pytest.approx(committed["test_score"], abs=2 * committed["test_error"] + 1e-9)
