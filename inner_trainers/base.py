@@ -319,7 +319,10 @@ class RoundReport:
 
 
 class TrainingSession(Protocol):
-    """A round that is running. Use from one thread; `close` may be called at any moment and any number of times."""
+    """A round that is running. Use from one thread; `close` may be called at any moment and any number of times.
+
+    Each must be ended by `result` or `close`: one that is only let go of keeps its weights until the process ends.
+    """
 
     @property
     def step(self) -> int:

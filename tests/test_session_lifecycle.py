@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +25,7 @@ from posttrain_gym.inner_trainers.trl.session import TrlSession
 from posttrain_gym.inner_trainers.trl.sft import MeteredSFTTrainer
 from posttrain_gym.inner_trainers.trl.trainer import TrlTrainer
 from tests.trl_fixtures import *  # noqa: F403
-from tests.trl_rounds import equal, grpo, sft
+from tests.trl_rounds import equal, graded, grpo, sft
 
 HALF, KEEP, BACK = Adjustment("lr_scale", 0.5), Adjustment("snapshot"), Adjustment("rollback")
 
@@ -328,3 +329,37 @@ def test_workers_in_other_processes_drive_sessions_alike(task: TinyTask) -> None
         assert first.keys() == second.keys()
         assert [name for name in first if not np.array_equal(first[name], second[name])] == []
     assert seen[0][1] == seen[1][1]
+
+
+def test_two_threads_do_not_advance_one_session(folder: Path) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow(row: Any, completion: str) -> float:
+        inside.set()
+        assert go_on.wait(60)
+        return graded(row, completion)
+
+    task = TinyTask(folder, verifier=slow)
+    trainer = TrlTrainer()
+    session = trainer.begin(task, grpo(steps=2), trainer.base(task), 3)
+    other = threading.Thread(target=session.advance)
+    other.start()
+    assert inside.wait(60)
+    for call in (session.advance, lambda: session.apply(Adjustment("stop"))):
+        with pytest.raises(RuntimeError, match="another thread is advancing or adjusting this session"):
+            call()
+    go_on.set()
+    other.join()
+    report, checkpoint = session.result()
+    assert (report.ended, report.steps) == ("finished", 2) and checkpoint is not None
+
+
+def test_what_is_no_adjustment_is_refused(trainer: TrlTrainer, task: TinyTask) -> None:
+    session = trainer.begin(task, sft(), trainer.base(task), 3)
+    try:
+        for value in (None, "lr_half", 7):
+            for call in (session.refusal, session.apply):
+                with pytest.raises(ValueError, match="expected an Adjustment, for example"):
+                    call(value)  # type: ignore[arg-type]
+    finally:
+        session.close()

@@ -113,9 +113,9 @@ class Worker:
         if self._thread is None or self.given_up:
             self._let_go()
             return
+        self._closing = True  # first: an interrupt in the wait below must not leave the worker parked for ever
         if self.running:  # the caller was interrupted while the worker ran
             self._wait_until_parked()
-        self._closing = True
         self._resume.release()
         self._thread.join()
         self.error = None
@@ -150,7 +150,8 @@ class Worker:
         with self._lock:
             self.require_not_given_up()
             self.parked.set()
-        self._resume.acquire()
+        if not self._closing:
+            self._resume.acquire()
         if self._closing:
             raise WorkerClosedError
 
