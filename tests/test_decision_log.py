@@ -261,3 +261,41 @@ def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"file is a file; expected the name of a folder"):
         DecisionLog(tmp_path / "file")
+
+
+def test_one_log_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
+    with DecisionLog(tmp_path), pytest.raises(ValueError, match="another log is writing to"):
+        DecisionLog(tmp_path)
+    DecisionLog(tmp_path).close()  # let go of
+    program = (
+        "import sys; from posttrain_gym.meta_policies.controllers.decision_log import DecisionLog; "
+        "DecisionLog(sys.argv[1])"
+    )
+    with DecisionLog(tmp_path):
+        done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 1 and "another log is writing to" in done.stderr
+
+
+def test_a_full_disk_costs_the_log_not_the_round(tmp_path: Path) -> None:
+    """In a process of its own, whose files may have 2,000 bytes."""
+    program = """
+import resource, signal, sys
+from posttrain_gym.inner_trainers.testing import ScriptedTask, ScriptedTrainer
+from posttrain_gym.inner_trainers.recipe import Recipe
+from posttrain_gym.meta_policies.controllers.catalogue import make_controller
+from posttrain_gym.meta_policies.controllers.decision_log import DecisionLog
+from posttrain_gym.meta_policies.controllers.drive import drive_round
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+trainer, task, recipe = ScriptedTrainer(), ScriptedTask(), Recipe("sft", {"left": 1.0}, steps=12)
+session = trainer.begin(task, recipe, trainer.base(task), 0)
+with DecisionLog(sys.argv[1]) as log:
+    drive_round(session, recipe, make_controller("rules"), log=log)
+    report, checkpoint = session.result()
+    log.end(report)
+print(report.steps, checkpoint is not None, [flag for flag in report.flags if "log" in flag])
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("12 True ['the decision log ends after step")
+    assert "it does not say how the round ended" in done.stderr

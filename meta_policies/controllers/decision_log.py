@@ -13,8 +13,12 @@ A number that is not finite stands there as text (``"nan"``). A line that was cu
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import math
+import os
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -22,12 +26,13 @@ from typing import IO, Any
 
 from ...inner_trainers.adjustments import CATALOGUE_NAMES
 from ...inner_trainers.base import RoundReport
-from ...inner_trainers.messages import did_you_mean, require_integer
+from ...inner_trainers.messages import did_you_mean, first_line, require_integer
 from ...inner_trainers.recipe import Recipe
 from ...inner_trainers.signals import Signals
 from .base import Candidate, ControlState, Decision
 from .rules import label
 
+_LOG = logging.getLogger(__name__)
 LEVELS = ("decisions", "signals", "timings")
 """How much is written down; each level has what the one before has."""
 FORMAT = 1
@@ -44,7 +49,8 @@ class DecisionLog:
         horizon: steps before and after an adjustment over which its effect is taken, in [1, 10000].
 
     Raises:
-        ValueError: an unknown level, a horizon outside its range, or a folder that is a file.
+        ValueError: an unknown level, a horizon outside its range, a folder that is a file or cannot be made, or one
+            that another log is writing to.
     """
 
     def __init__(self, folder: str | Path, level: str = "decisions", horizon: int = HORIZON) -> None:
@@ -54,7 +60,11 @@ class DecisionLog:
         self._horizon = require_integer("horizon", horizon, low=1, high=10_000)
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"log: {self.folder} is a file; expected the name of a folder.")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _FolderLock(self.folder)
+        except OSError as error:
+            raise ValueError(f"log: {self.folder} cannot be written to ({first_line(error)}); name another.") from None
         names = LEVELS[: LEVELS.index(level) + 1]
         for name in names:
             _set_cut_line_aside(self.folder / f"{name}.jsonl")
@@ -75,9 +85,13 @@ class DecisionLog:
         self.close()
 
     def close(self) -> None:
-        """Close the files."""
-        for file in self._files.values():
-            file.close()
+        """Close the files and let go of the folder; what cannot be written any more is said, not raised."""
+        for name, file in self._files.items():
+            try:
+                file.close()
+            except OSError as error:
+                _LOG.warning("log %s: the last lines are lost (%s)", self.folder / f"{name}.jsonl", first_line(error))
+        self._lock.close()
 
     def begin(
         self, recipe: Recipe, sources: Sequence[str], controller: str, facts: Mapping[str, Any], interval: int
@@ -158,10 +172,13 @@ class DecisionLog:
             self._write("decisions", row)
 
     def end(self, report: RoundReport) -> None:
-        """Write down how the round ended."""
+        """Write down how the round ended; where that cannot be written it is said, not raised: the round has ended."""
         data = report.to_dict()
         kept = ("ended", "steps", "checkpoint", "failure", "rescued", "rolled_back_to", "flags", "adjustments")
-        self._write("decisions", {"row": "end", **{name: data[name] for name in kept}})
+        try:
+            self._write("decisions", {"row": "end", **{name: data[name] for name in kept}})
+        except OSError as error:
+            _LOG.warning("log %s: it does not say how the round ended (%s)", self.folder, first_line(error))
 
     def _write(self, name: str, row: Mapping[str, Any]) -> None:
         row = {"row": row["row"], "round": self._round, **row}
@@ -172,6 +189,29 @@ class DecisionLog:
         file = self._files[name]
         file.write(text.encode() + b"\n")
         file.flush()
+
+
+class _FolderLock:
+    """An exclusive lock on a folder, gone with its process at the latest.
+
+    Raises:
+        ValueError: another log holds it, in this process or another.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._descriptor = os.open(folder, os.O_RDONLY)
+        self._let_go = weakref.finalize(self, os.close, self._descriptor)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise ValueError(
+                f"log: another log is writing to {folder}; wait until it is closed, or name another folder."
+            ) from None
+
+    def close(self) -> None:
+        """Let go."""
+        self._let_go()
 
 
 class _Effects:
