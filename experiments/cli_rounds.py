@@ -98,8 +98,8 @@ def replay(
     stories = read_stories(run, number)
     if as_json:
         console.print_json(data=[story.to_dict() for story in stories])
-    for story in [] if as_json else stories:
-        say(story.heading)
+    for index, story in enumerate([] if as_json else stories, start=1):
+        say((f"round {index} of {len(stories)}: " if len(stories) > 1 else "") + story.heading)
         say(story.summary)
         if story.changes:
             console.print(changes_table(story, signals))

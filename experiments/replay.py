@@ -83,12 +83,18 @@ class RoundStory:
         ended = "the log does not say how it ended"
         if log.end is not None:
             ended = f"{log.end['ended']} after {log.end['steps']} steps"
+            failure = log.end.get("failure")
+            if failure:
+                ended += f" ({failure['kind']}: {failure['evidence']})"
         return f"{recipe.algorithm}, {recipe.steps} steps, {log.controller} {looks}; {ended}"
 
     @property
     def summary(self) -> str:
         """Objective and learning rate at both ends, in a line."""
-        parts = [f"{self.objective} {_ends([value for _, value in self.curve], 3)}"]
+        values = [value for _, value in self.curve]
+        parts = [f"{self.objective} {_ends(values, 3)}"]
+        if len(values) > 3:
+            parts[0] += f" (means of the first and the last {_at_ends(values)} steps logged)"
         if self.rates:
             parts.append(f"learning rate {self.rates[0][1]:.3g} -> {self.rates[-1][1]:.3g}")
         count = sum(change.count for change in self.changes)
@@ -267,12 +273,19 @@ def story_lines(story: RoundStory) -> list[str]:
     if any(change.effect is not None for change in story.changes):
         n = story.log.horizon
         lines.append(
-            f"* mean of the {n} steps after less that of the {n} before; (+n) counts other adjustments in these steps, "
-            "which may have caused it"
+            f"* mean of up to {n} steps after less that of up to {n} before, as many as there were; (+n) counts other "
+            "adjustments in these steps, which may have caused it"
         )
     for by, why, times, first, last in story.held_back:
         when = f"step {first}" if times == 1 else f"steps {first} to {last}"
         lines.append(f"held back: {by}, {why} ({times} {'time' if times == 1 else 'times'}, {when})")
+    refused: dict[tuple[str, str], list[int]] = {}
+    for decision in story.log.decisions:
+        if decision.refused is not None:
+            refused.setdefault((decision.chosen, decision.refused), []).append(decision.step)
+    for (what, why), steps in refused.items():
+        often = "1 time" if len(steps) == 1 else f"{len(steps)} times"
+        lines.append(f"refused: {what} after step {steps[0]}: {why} ({often})")
     return lines + [f"flag: {flag}" for flag in story.flags]
 
 
@@ -297,9 +310,13 @@ def _effect(effect: LoggedEffect | None) -> str:
 def _ends(values: Sequence[float], digits: int) -> str:
     if not values:
         return "not known"
-    half = max(1, min(ENDS, len(values) // 2))
+    half = _at_ends(values)
     begin, end = math.fsum(values[:half]) / half, math.fsum(values[-half:]) / half
     return f"{begin:.{digits}g} -> {end:.{digits}g}"
+
+
+def _at_ends(values: Sequence[float]) -> int:
+    return max(1, min(ENDS, len(values) // 2))
 
 
 def _number(value: float) -> float | str:

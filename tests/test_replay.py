@@ -14,8 +14,10 @@ from typer.testing import CliRunner
 from posttrain_gym.experiments.cli import app
 from posttrain_gym.experiments.plots import plot_round
 from posttrain_gym.experiments.replay import read_stories
+from posttrain_gym.inner_trainers.adjustments import Adjustment
 from posttrain_gym.inner_trainers.recipe import Recipe
 from posttrain_gym.inner_trainers.testing import ScriptedTask, ScriptedTrainer
+from posttrain_gym.meta_policies.controllers.base import Candidate, Decision, nothing
 from posttrain_gym.meta_policies.controllers.catalogue import make_controller
 from posttrain_gym.meta_policies.controllers.decision_log import DecisionLog
 from posttrain_gym.meta_policies.controllers.drive import drive_round
@@ -180,3 +182,34 @@ def test_a_log_without_loss_or_reward_cannot_be_plotted(tmp_path: Path) -> None:
     assert story.summary == "loss not known; 0 adjustments in 0 decisions"
     with pytest.raises(ValueError, match="shows neither loss nor reward"):
         plot_round(story, tmp_path / "plot.png")
+
+
+class KlOnSft:
+    """A controller whose own adjustment the session refuses."""
+
+    name = "kl on sft"
+
+    def begin(self, recipe: Any, sources: Any) -> None:
+        pass
+
+    def decide(self, state: Any) -> Decision:
+        if state.step in (3, 5):
+            return Decision(Candidate(None, Adjustment("kl_scale", 1.7), "mine", "why not"))
+        return Decision(nothing(self.name))
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+
+def test_refusals_rounds_and_failures_are_shown(tmp_path: Path) -> None:
+    log_round(tmp_path, KlOnSft())
+    trainer, task = ScriptedTrainer(faults={0: [1.0, 2.0, float("nan")]}), ScriptedTask()
+    session = trainer.begin(task, RECIPE, trainer.base(task), 0)
+    with DecisionLog(tmp_path, horizon=3) as log:
+        drive_round(session, RECIPE, make_controller("none"), log=log)
+        log.end(session.result()[0])
+    text = " ".join(replay(tmp_path, columns=200).split())
+    assert "round 1 of 2: sft, 20 steps, kl on sft after each step" in text
+    assert re.search(r"refused: kl_scale 1\.7 after step 3: .+ \(2 times\)", text)
+    assert "round 2 of 2: sft, 20 steps, none after each step; failed after 3 steps (diverged: the loss was nan" in text
+    assert "(means of the first and the last" in text
