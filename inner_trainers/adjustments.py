@@ -19,7 +19,7 @@ class AdjustmentKind:
         low: smallest value; None where the value is unused.
         high: largest value.
         low_open: whether ``low`` itself is refused.
-        default: value of an adjustment that names none.
+        default: value of an adjustment that names none; None where it must be named.
         on_source: whether it is about one source.
         changes_weights: whether it can change the weights the round ends with; one that cannot is no part of the
             checkpoint's id.
@@ -29,12 +29,12 @@ class AdjustmentKind:
     low: float | None = None
     high: float = 1.0
     low_open: bool = False
-    default: float = 1.0
+    default: float | None = 1.0
     on_source: bool = False
     changes_weights: bool = True
 
 
-_FACTOR: dict[str, Any] = {"low": 0.0, "high": 1000.0, "low_open": True}
+_FACTOR: dict[str, Any] = {"low": 0.0, "high": 1000.0, "low_open": True, "default": None}
 KINDS: Mapping[str, AdjustmentKind] = MappingProxyType(
     {
         "none": AdjustmentKind("change nothing", changes_weights=False),
@@ -62,13 +62,14 @@ KINDS: Mapping[str, AdjustmentKind] = MappingProxyType(
         "entropy_scale": AdjustmentKind(
             "multiply the entropy coefficient by the value; from 0 it begins small", **_FACTOR
         ),
-        "gamma_add": AdjustmentKind("add the value to the discount per token", low=-1.0, high=1.0, default=0.0),
+        "gamma_add": AdjustmentKind("add the value to the discount per token", low=-1.0, high=1.0, default=None),
         "temperature_scale": AdjustmentKind("multiply the sampling temperature by the value", **_FACTOR),
         "generations_step": AdjustmentKind(
             "take the next larger (value 1) or smaller (value -1) number of completions per prompt that divides the "
             "batch",
             low=-1.0,
             high=1.0,
+            default=None,
         ),
         "mix_toward": AdjustmentKind(
             "move the share `value` of the mix to one source", low=0.0, low_open=True, default=0.2, on_source=True
@@ -121,6 +122,9 @@ class Adjustment:
             )
         kind = KINDS[self.kind]
         number = kind.default if self.value is None else self.value
+        if number is None:
+            example = -1 if kind.low == -1.0 else 0.5
+            raise ValueError(f"adjustment: {self.kind!r} needs a value, for example {example:g}.")
         low = 0.0 if kind.low is None else kind.low
         high = 1000.0 if kind.low is None else kind.high
         number = require_number(

@@ -52,3 +52,11 @@ def test_the_catalogue_has_37_entries_of_every_kind_in_a_fixed_order() -> None:
     assert CATALOGUE[catalogue_index("mix_away_3")].adjustment(sources) is None
     with pytest.raises(ValueError, match=r"unknown adjustment 'lr_dwn'. Did you mean 'lr_down'\?"):
         catalogue_index("lr_dwn")
+
+
+@pytest.mark.parametrize("kind", ["lr_scale", "batch_scale", "kl_scale", "gamma_add", "generations_step"])
+def test_a_kind_without_a_sensible_default_needs_its_value(kind: str) -> None:
+    with pytest.raises(ValueError, match=rf"'{kind}' needs a value, for example "):
+        Adjustment(kind)
+    assert Adjustment("mix_away", source="math").number == 0.2
+    assert Adjustment("hardest_rows").number == 0.5

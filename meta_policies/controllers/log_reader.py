@@ -200,7 +200,7 @@ def _taken(path: Path, number: int, take: Callable[[], _T]) -> _T:
         return take()
     except KeyError as error:
         raise ValueError(f"{path}, line {number}: key {error} is missing; the file was changed or damaged.") from None
-    except (ValueError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, TypeError, AttributeError, IndexError, OverflowError) as error:
         raise ValueError(f"{path}, line {number}: {error}") from None
 
 

@@ -154,7 +154,7 @@ class PolicyNet:
             with safe_open(path, framework="numpy") as file:
                 meta = json.loads((file.metadata() or {}).get(_META_KEY, "null"))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, ValueError, OSError, RecursionError) as error:
+        except (SafetensorError, ValueError, TypeError, OSError, RecursionError) as error:
             raise ValueError(f"policy net {path}: damaged ({error}); make or copy it again.") from error
         if not isinstance(meta, dict) or meta.get("format") != FORMAT:
             raise ValueError(f"policy net {path}: not a {FORMAT}; its metadata say nothing of one.")

@@ -161,6 +161,10 @@ def _constants(block: Any, top: _Block) -> dict[str, float]:
             raise block.error(name, str(error).removeprefix("constants: ")) from None
         if isinstance(value, bool) or not isinstance(value, int | float) or value - value != 0:
             raise block.error(name, f"expected a finite number, got {_shown(value)}.")
+        try:
+            float(value)
+        except OverflowError:
+            raise block.error(name, "expected a finite number, got one beyond 1.8e308.") from None
     return {name: float(value) for name, value in numbers.items()}
 
 

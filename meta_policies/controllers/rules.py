@@ -79,7 +79,7 @@ class Rule:
             raise ValueError(f"algorithms: expected a list of names, got {self.algorithms!r}.")
         put(self, "algorithms", tuple(self.algorithms))
         for algorithm in self.algorithms:
-            if algorithm not in ALGORITHMS:
+            if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
                 raise ValueError(f"algorithms: unknown {algorithm!r}.{did_you_mean(str(algorithm), ALGORITHMS)}")
         if not isinstance(self.danger, bool):
             raise ValueError(f"danger: expected true or false, got {self.danger!r}.")
