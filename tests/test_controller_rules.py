@@ -426,3 +426,21 @@ def test_controllers_have_names() -> None:
             make_controller(name)
     with pytest.raises(ValueError, match=r"controller 'rules': unknown setting 'log_onl'\. Did you mean 'log_only'\?"):
         make_controller("rules", log_onl=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("constants: {a: 1" + "0" * 400 + "}", r"line 1, constants, a: expected a finite number, got one beyond"),
+        ("algorithms", r"algorithms: unknown \['sft'\]"),
+        ("{kind: lr_scale}", r"'lr_scale' needs a value, for example 0\.5"),
+    ],
+)
+def test_what_would_overflow_or_has_the_wrong_type_is_refused_by_name(text: str, problem: str) -> None:
+    one = "rules:\n- {name: a, when: step > 1, action: lr_half, reason: r}\n"
+    files = {
+        "algorithms": one.replace("reason: r", "reason: r, algorithms: [[sft]]"),
+        "{kind: lr_scale}": one.replace("lr_half", "{kind: lr_scale}"),
+    }
+    with pytest.raises(ValueError, match=problem):
+        parse_rules(files.get(text, f"{text}\n{one}"), "mine.yaml")
