@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .adjustments import Adjustment
+from .adjustments import Adjustment, require_adjustment
 from .base import Checkpoint, Cost, Failure, Limit, RoundReport, checkpoint_id, round_id
 from .fault_kinds import failure
 from .faults import FaultWatch, failure_from_exception
@@ -154,6 +154,7 @@ class ScriptedSession:
 
     def refusal(self, adjustment: Adjustment) -> str | None:
         """Return why the adjustment cannot be applied now; None when it can."""
+        require_adjustment(adjustment)
         if self.done:
             return f"the round has ended ({self._ended}) at step {self.step}"
         kind, algorithm = adjustment.kind, self._recipe.algorithm

@@ -217,6 +217,14 @@ def illegal(state: ControlState) -> Decision:
         (lambda state: Decision(Candidate(99, Adjustment(), "t", "")), "the chosen action is 99, the catalogue has 37"),
         (lambda state: Decision(Candidate(-1, Adjustment(), "t", "")), "the chosen action is -1, the catalogue has 37"),
         (lambda state: Decision(Candidate(HALF, Adjustment(), "t", "")), "action lr_half stands for lr_scale 0.5, got"),
+        (
+            lambda state: Decision(Candidate(0, Adjustment(), "t", "", "high")),  # type: ignore[arg-type]
+            "the confidence of 't' is 'high', expected a number in",
+        ),
+        (
+            lambda state: Decision(Candidate(0, Adjustment(), "t", 7)),  # type: ignore[arg-type]
+            "by and reason of a candidate must be text, got 't' and 7",
+        ),
         (illegal, "action mix_toward_3 stands for None, got mix_toward 0.2 x"),
         (
             lambda state: Decision(Candidate(catalogue_index("kl_up"), Adjustment("kl_scale", 1.5), "t", "")),

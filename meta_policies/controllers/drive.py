@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -293,6 +294,12 @@ class _Drive:
             return "flags and candidates must be tuples"
         if not all(isinstance(candidate, Candidate) for candidate in decision.candidates):
             return f"candidates must be Candidates, got {decision.candidates!r}"
+        for candidate in (chosen, *decision.candidates):
+            sure = candidate.confidence
+            if isinstance(sure, bool) or not isinstance(sure, numbers.Real) or not 0 <= sure <= 1:
+                return f"the confidence of {candidate.by!r} is {sure!r}, expected a number in [0, 1]"
+            if not isinstance(candidate.by, str) or not isinstance(candidate.reason, str):
+                return f"by and reason of a candidate must be text, got {candidate.by!r} and {candidate.reason!r}"
         if not isinstance(decision.held_back, Mapping):
             return f"held_back must be a mapping, got {decision.held_back!r}"
         if chosen.action is None:
