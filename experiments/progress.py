@@ -84,7 +84,11 @@ def minutes(seconds: float) -> str:
 
 
 def plain(text: str) -> str:
-    """Return text that rich prints as it is."""
+    """Return text that rich prints as it is; control characters, which could drive a terminal, are shown escaped."""
     from rich.markup import escape
 
-    return escape(text)
+    return escape("".join(_shown(character) for character in text) if not text.isprintable() else text)
+
+
+def _shown(character: str) -> str:
+    return character if character.isprintable() or character in "\n\t" else ascii(character)[1:-1]

@@ -213,3 +213,10 @@ def test_refusals_rounds_and_failures_are_shown(tmp_path: Path) -> None:
     assert re.search(r"refused: kl_scale 1\.7 after step 3: .+ \(2 times\)", text)
     assert "round 2 of 2: sft, 20 steps, none after each step; failed after 3 steps (diverged: the loss was nan" in text
     assert "(means of the first and the last" in text
+
+
+def test_a_log_cannot_drive_the_terminal(tmp_path: Path) -> None:
+    log_round(tmp_path, RulesController(RuleSet("x", (rule("a\x1b[31m", "step == 4", "lr_half", reason="\x07bell"),))))
+    text = replay(tmp_path, columns=120)
+    assert "\x1b" not in text and "\x07" not in text
+    assert r"a\x1b[31m" in text and r"\x07bell" in text
