@@ -224,7 +224,7 @@ def test_calls_reach_training_without_foreign_keys(trainer: TrlTrainer, tmp_path
     session = trainer.begin(task, Recipe("sft", {"talk": 1.0}, steps=1, batch_size=2), trainer.base(task), 0)
     table = session._trainer.train_dataset
     tokenizer = session._trainer.processing_class
-    assert set(table.column_names) == {"input_ids", "labels"}
+    assert set(table.column_names) == {"input_ids", "labels", "row_number"}
     shown = sorted(tokenizer.decode(ids) for ids in table["input_ids"])
     assert ['{"city": "Graz"}' in text for text in shown] == [True, False]
     assert ['{"zone": "UTC"}' in text for text in shown] == [False, True]

@@ -280,7 +280,7 @@ def test_a_saved_policy_is_used_again_on_rounds_of_another_recipe(tmp_path: Path
         action, state = policy.predict(observation, action_masks=info["action_mask"], deterministic=True)
         assert info["action_mask"][int(action)] or algo == "recurrent_ppo"
         assert (state is not None) == (algo == "recurrent_ppo")
-        with pytest.raises(ValueError, match="made for another decision space"):
+        with pytest.raises(ValueError, match="trained in an environment of --env in-loop, this one is of --env full"):
             TrainedPolicy(path, full())
 
 

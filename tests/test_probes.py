@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from posttrain_gym.envs import search as search_module
+from posttrain_gym.envs import search_probes
 from posttrain_gym.envs.budget import Budget
 from posttrain_gym.envs.decision_space import DEFAULT_PARAMETERS, DecisionSpace, Parameter
 from posttrain_gym.envs.journal import Journal
@@ -641,10 +641,10 @@ def test_a_journal_of_another_probe_is_not_believed(tmp_path: Path) -> None:
 
 
 def test_a_restarted_batch_probe_keeps_to_the_memory_there_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_module, "memory_to_hold_to", lambda trainer: 1)
+    monkeypatch.setattr(search_probes, "memory_to_hold_to", lambda trainer: 1)
     first = searching(tmp_path).probe_batch_size(SCRIPTED, candidates=[2, 4])
     assert (first.memory_bytes, first.largest) == (1, None)
-    monkeypatch.setattr(search_module, "memory_to_hold_to", lambda trainer: 2**50)
+    monkeypatch.setattr(search_probes, "memory_to_hold_to", lambda trainer: 2**50)
     assert searching(tmp_path).probe_batch_size(SCRIPTED, candidates=[2, 4]) == first
     assert searching(None).probe_batch_size(SCRIPTED, candidates=[2, 4]).largest == 4
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from posttrain_gym.experiments.cli import app
 from posttrain_gym.experiments.plots import plot_round
+from posttrain_gym.experiments.progress import console
 from posttrain_gym.experiments.replay import read_stories
 from posttrain_gym.inner_trainers.adjustments import Adjustment
 from posttrain_gym.inner_trainers.recipe import Recipe
@@ -45,7 +46,8 @@ def log_round(folder: Path, controller: Any = None, end: bool = True, level: str
 
 
 def replay(*arguments: object, columns: int = 80) -> str:
-    result = CliRunner(env={"COLUMNS": str(columns)}).invoke(app, ["replay", *map(str, arguments)])
+    console.width = columns  # a console that was made where COLUMNS is set, as in a worker, keeps to that
+    result = CliRunner().invoke(app, ["replay", *map(str, arguments)])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.output
