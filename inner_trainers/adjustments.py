@@ -45,7 +45,7 @@ KINDS: Mapping[str, AdjustmentKind] = MappingProxyType(
             "and clear the optimiser's state"
         ),
         "log_more": AdjustmentKind(
-            "measure gradients exactly and the loss per source at every step", changes_weights=False
+            "measure gradients over all their entries, and each layer's norm, at every step", changes_weights=False
         ),
         "log_less": AdjustmentKind("measure gradients on a sample again", changes_weights=False),
         "lr_scale": AdjustmentKind(
