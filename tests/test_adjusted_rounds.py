@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import convert_outputs_to_fp32
 from trl.trainer.utils import add_fused_lm_head
 
-from posttrain_gym.inner_trainers.adjustments import Adjustment
+from posttrain_gym.inner_trainers.adjustments import KINDS, Adjustment
 from posttrain_gym.inner_trainers.base import Checkpoint, RoundReport
 from posttrain_gym.inner_trainers.fault_policy import FaultPolicy
 from posttrain_gym.inner_trainers.recipe import Recipe
@@ -254,6 +254,10 @@ def test_a_coefficient_in_the_loss_needs_no_new_completions(trainer: TrlTrainer,
 # What does not arrive ------------------------------------------------------------------------------------------------
 
 
+def _any_of(kind: str) -> Adjustment:
+    return Adjustment(kind, None if KINDS[kind].low is None else 1.0)
+
+
 def _only_on_paper(name: str, value: float) -> Any:
     class Handler:
         def refusal(self, live: LiveRound, adjustment: Adjustment) -> str | None:
@@ -299,10 +303,10 @@ def test_a_setting_that_never_reached_the_trainer_fails_the_round(
     monkeypatch.setattr("posttrain_gym.inner_trainers.trl.live_batches.LiveBatches.hold_settings", lambda self: None)
     session = trainer.begin(task, recipe, trainer.base(task), 3)
     session.advance(1)
-    session.apply(Adjustment(kind))
+    session.apply(_any_of(kind))
     session.advance(1)
     if hidden:
-        session.apply(Adjustment(other))
+        session.apply(_any_of(other))
     session.advance()
     report, checkpoint = session.result()
     assert checkpoint is None and report.failure is not None
@@ -401,7 +405,7 @@ def test_a_rate_that_never_reached_the_optimiser_fails_the_round(
     monkeypatch.setattr(executor, "HANDLERS", MappingProxyType({**executor.HANDLERS, kind: OnPaper()}))
     session = trainer.begin(task, sft(schedule="linear"), trainer.base(task), 3)
     session.advance(2)
-    session.apply(Adjustment(kind))
+    session.apply(_any_of(kind))
     session.advance()
     report, _ = session.result()
     assert report.failure is not None

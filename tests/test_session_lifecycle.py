@@ -16,7 +16,7 @@ import torch
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
 from posttrain_gym.envs.in_loop import InLoopEnv
-from posttrain_gym.inner_trainers.adjustments import Adjustment, catalogue_index
+from posttrain_gym.inner_trainers.adjustments import KINDS, Adjustment, catalogue_index
 from posttrain_gym.inner_trainers.evaluation import Evaluator
 from posttrain_gym.inner_trainers.testing import TinyTask
 from posttrain_gym.inner_trainers.trl import executor
@@ -70,9 +70,9 @@ def test_an_adjustment_after_the_end_is_refused_with_the_end_and_the_step(
     session = ended(how, trainer, task, monkeypatch)
     settings = dict(session.settings)
     for kind in ("none", "stop", "lr_scale", "snapshot", "rollback", "grad_clip_scale"):
-        assert session.refusal(Adjustment(kind)) is not None
+        assert session.refusal(Adjustment(kind, None if KINDS[kind].low is None else 1.0)) is not None
         with pytest.raises(ValueError, match=rf"adjustment '{kind}': the round has {said}\."):
-            session.apply(Adjustment(kind))
+            session.apply(Adjustment(kind, None if KINDS[kind].low is None else 1.0))
     session.close()
     assert session.settings == settings
     assert session.result()[0].adjustments == (((2, Adjustment("stop")),) if how == "stop" else ())
@@ -133,7 +133,7 @@ def test_an_exception_in_a_step_after_an_adjustment_leaves_nothing(
     session = trainer.begin(task, sft(lora_rank=2), trainer.base(task), 3)
     session.advance(1)
     for kind in ("snapshot", "lora_freeze", "lr_scale"):
-        session.apply(Adjustment(kind))
+        session.apply(Adjustment(kind, None if KINDS[kind].low is None else 1.0))
     monkeypatch.setattr(MeteredSFTTrainer, "compute_loss", lambda *_, **__: 1 / 0)
     session.advance()
     assert (session.done, session.step) == (True, 1)
