@@ -144,11 +144,23 @@ class Recipe:
             put(self, name, require_number(name, getattr(self, name), low=below, high=above, low_open=is_open))
         if self.replay_share >= 1:
             raise ValueError(f"replay_share: expected a number in [0, 1), got {self.replay_share!r}.")
-        put(self, "_hash", _digest(self.to_dict()))
+
+    @classmethod
+    def of_checked(cls, values: Mapping[str, Any]) -> Recipe:
+        """Return the recipe of values that are known to pass every check, in a tenth of the time.
+
+        Args:
+            values: every field by name, in its own type; ``mix`` sorted by name. Nothing is checked or copied.
+        """
+        recipe = object.__new__(cls)
+        recipe.__dict__.update(values, mix=MappingProxyType(values["mix"]), _hash="")
+        return recipe
 
     @property
     def content_hash(self) -> str:
         """16 hex digits that are equal exactly when every field is equal, in any process."""
+        if not self._hash:
+            object.__setattr__(self, "_hash", _digest(self.to_dict()))
         return self._hash
 
     def training_hash(self, ignored: Collection[str] = ()) -> str:
@@ -199,7 +211,7 @@ class Recipe:
         return (Recipe.from_dict, (self.to_dict(),))
 
     def __hash__(self) -> int:
-        return hash(self._hash)
+        return hash(self.content_hash)
 
 
 def number_range(name: str) -> tuple[float, float, bool]:
