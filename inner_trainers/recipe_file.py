@@ -6,59 +6,52 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from .recipe import Recipe
+from .yaml_file import FileError, Keys, YamlFile, read_yaml
+from .yaml_scalars import scalar_hint, shown
 
-_NUMBERS = {f.name for f in fields(Recipe) if f.type in ("int", "float") and f.init}
+_NUMBERS = {f.name: f.type for f in fields(Recipe) if f.type in ("int", "float") and f.init}
+_TRUTHS = {f.name for f in fields(Recipe) if f.type == "bool"}
 
 
 def load_recipe(path: Path) -> Recipe:
     """Read a recipe from YAML or JSON.
 
     Raises:
-        ValueError: no such file, no mapping, an unknown key, or a value outside its range; names the file.
+        ValueError: no such file, no mapping, an unknown key, or a value outside its range; names file, line and key.
     """
-    if not path.is_file():
-        raise ValueError(f"recipe {path}: no such file.")
+    file = read_yaml(path, f"recipe {path}", expected="keys like algorithm and mix")
+    data = file.data
+    for name in data:
+        if name in _NUMBERS:
+            _require_number(file, (name,), data[name], "an integer" if _NUMBERS[name] == "int" else "a number")
+        elif name in _TRUTHS and isinstance(data[name], str):
+            hint = scalar_hint(data[name], "truth")
+            raise file.error((name,), f"expected true or false, got {shown(data[name])}.{hint}")
+    if isinstance(data.get("mix"), dict):
+        for source, weight in data["mix"].items():
+            _require_number(file, ("mix", source), weight, "a number")
     try:
-        data = yaml.load(path.read_text(encoding="utf-8-sig"), _UniqueKeys)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a bad date, say, is a bare ValueError
-        raise ValueError(f"recipe {path}: not readable as YAML ({' '.join(str(error).split())}).") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"recipe {path}: expected keys like algorithm and mix, got {type(data).__name__}.")
-    try:
-        mix = data.get("mix")
-        if isinstance(mix, dict):
-            data["mix"] = {name: _number(f"mix.{name}", weight) for name, weight in mix.items()}
-        return Recipe.from_dict({key: _number(key, v) if key in _NUMBERS else v for key, v in data.items()})
+        return Recipe.from_dict(data)
+    except FileError:
+        raise
     except (ValueError, TypeError) as error:
-        raise ValueError(f"recipe {path}: {error}") from error
+        raise _placed(file, str(error)) from error
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML's safe loader, which by itself takes the last of two equal keys without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping.
-
-        Raises:
-            ValueError: a key stands in it twice.
-        """
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key.value, str) and key.value in seen:
-                raise ValueError(f"line {key.start_mark.line + 1}: key {key.value!r} is there twice")
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
+def _require_number(file: YamlFile, at: Keys, value: Any, wanted: str) -> None:
+    if isinstance(value, str):
+        hint = scalar_hint(value, "number", quoted=at in file.quoted)
+        raise file.error(at, f"expected {wanted}, got {shown(value)}.{hint}")
 
 
-def _number(name: str, value: Any) -> Any:
-    """Return the number that YAML 1.1 reads as text because it has no point, like ``1e-4``; anything else as it is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        number = float(value)
-    except ValueError:
-        raise ValueError(f"{name}: expected a number, got {value!r}.") from None
-    return int(number) if number.is_integer() and abs(number) < 2**53 else number
+def _placed(file: YamlFile, problem: str) -> FileError:
+    """Return a recipe's error with its place; it begins with the field's name, or names an unknown key."""
+    name, _, rest = problem.partition(": ")
+    at: Keys = tuple(name.split(".", 1))
+    if at in file.values:
+        return file.error(at, rest)
+    unknown = [key for key in file.data if f"unknown key {key!r}" in rest]
+    if name == "recipe" and unknown:
+        return file.error((unknown[0],), rest, key=True)
+    return file.error((), problem.removeprefix("recipe: "))

@@ -181,7 +181,23 @@ def test_an_error_leaves_the_process_with_its_exit_code_and_no_traceback() -> No
         ("algorithm: sft\nmix: {web: 1}\nsteps: yes\n", "steps: expected an integer"),
         ("algorithm: sft\nmix: {web: 1}\nlearning_rate: fast\n", "learning_rate: expected a number, got 'fast'"),
         ("algorithm: grpo\nmix: {web: 1}\nbatch_size: 6\nnum_generations: 4\n", "allowed: 2, 3, 6"),
-        ("algorithm: sft\nmix: {web: 1}\nsteps: 2024-99-99\n", "recipe.yaml: not readable as YAML (month must be"),
+        (
+            "algorithm: sft\nmix: {web: 1}\nsteps: 2024-99-99\n",
+            "recipe.yaml, line 3, column 8: steps: expected an integer, got '2024-99-99'. It looks like a date.",
+        ),
+        (
+            "algorithm: sft\nmix: {web: 1}\npacking: no\n",
+            "recipe.yaml, line 3, column 10: packing: expected true or false, got 'no'. Write false.",
+        ),
+        (
+            "algorithm: sft\nmix: {web: 1}\nsteps: 010\n",
+            "line 3, column 8: steps: expected an integer, got '010'. Write 10, or 8 if it was meant in octal.",
+        ),
+        (
+            "algorithm: sft\nmix: {web: 1}\nwarmup_steps: 21\n",
+            "line 3, column 15: warmup_steps: expected an integer in [0, 20]",
+        ),
+        ("algorithm: sft\nmix: {web: 1_0}\n", "line 2, column 12: mix.web: expected a number, got '1_0'. Write 10."),
         ("- sft\n", "expected keys like algorithm and mix"),
         ("algorithm: [\n", "not readable as YAML"),
     ],
@@ -241,7 +257,7 @@ def test_a_recipe_file_with_a_key_twice_is_refused_with_its_line(tmp_path: Path)
 
     path = tmp_path / "twice.yaml"
     path.write_text("algorithm: sft\nmix: {web: 1.0}\nsteps: 3\nsteps: 4\n")
-    with pytest.raises(ValueError, match=r"line 4: key 'steps' is there twice"):
+    with pytest.raises(ValueError, match=r"line 4, column 1: key 'steps' is there twice, first in line 3"):
         load_recipe(path)
 
 

@@ -8,16 +8,16 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ...inner_trainers.messages import did_you_mean
+from ...inner_trainers.yaml_file import FileError, Keys, YamlFile, parse_yaml, read_yaml
+from ...inner_trainers.yaml_scalars import scalar_hint
 from .damping import DAMPING_WINDOW
 from .expressions import Condition
 from .rules import Rule, RuleSet, adjustment_of, check_constant_name
 
 DEFAULT = "default"
 MAX_BYTES = 200_000
-MAX_DEPTH = 16
+_EXPECTED = "keys like name and rules"
 _SETS = "rule_sets"
 _KEYS = ("name", "constants", "damping", "log_only", "rules")
 _RULE_KEYS = tuple(f.name for f in fields(Rule))
@@ -42,14 +42,7 @@ def load_rules(name: str | Path = DEFAULT) -> RuleSet:
     path = Path(name)
     if not path.is_file():
         raise ValueError(f"rules {path}: no such file, and no rule set of that name.{_sets_hint(str(name))}")
-    if path.stat().st_size > MAX_BYTES:
-        raise ValueError(f"rules {path}: {path.stat().st_size} bytes, at most {MAX_BYTES} are read.")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ValueError(f"rules {path}, line {line}: not UTF-8 text; save the file as UTF-8.") from None
-    return parse_rules(text, str(path), path.stem)
+    return _rule_set(read_yaml(path, f"rules {path}", expected=_EXPECTED, max_bytes=MAX_BYTES), path.stem)
 
 
 def _sets_hint(name: str) -> str:
@@ -67,7 +60,11 @@ def parse_rules(text: str, where: str, name: str = "rules") -> RuleSet:
     Raises:
         ValueError: as `load_rules`.
     """
-    top = _parsed(text, where)
+    return _rule_set(parse_yaml(text, f"rules {where}", expected=_EXPECTED), name)
+
+
+def _rule_set(file: YamlFile, name: str) -> RuleSet:
+    top = _Block(file, (), file.data)
     top.require_keys(_KEYS, "")
     data = top.values
     constants = _constants(data.get("constants"), top)
@@ -91,22 +88,38 @@ def parse_rules(text: str, where: str, name: str = "rules") -> RuleSet:
         )
     except ValueError as error:
         key = str(error).partition(":")[0]
-        raise top.error(key if key in data else "", str(error).removeprefix(f"{key}: ")) from None
+        hint = top.hint(key, "truth") if key == "log_only" else ""
+        raise top.error(key if key in data else "", str(error).removeprefix(f"{key}: ") + hint) from None
 
 
 class _Block:
-    """One mapping of the file, with the line of each key."""
+    """One mapping of the file, with the place of each key."""
 
-    def __init__(self, where: str, line: int) -> None:
-        self.where, self.line, self.title = where, line, ""
-        self.values: dict[str, Any] = {}
-        self.lines: dict[str, int] = {}
+    def __init__(self, file: YamlFile, at: Keys, values: dict[str, Any]) -> None:
+        self._file, self._at, self.title = file, at, ""
+        self.values = {name: self._inside((*at, name), value) for name, value in values.items()}
+
+    def _inside(self, at: Keys, value: Any) -> Any:
+        if isinstance(value, dict):
+            return _Block(self._file, at, value)
+        if isinstance(value, list):
+            return [self._inside((*at, place), entry) for place, entry in enumerate(value)]
+        return value
 
     def error(self, key: str, problem: str) -> ValueError:
         """Return the error for what stands at a key; ``""`` for the whole block."""
-        line = self.lines.get(key, self.line)
-        parts = [f"rules {self.where}, line {line}", *([self.title] if self.title else []), *([key] if key else [])]
-        return ValueError(f"{', '.join(parts)}: {problem}")
+        known = key in self.values
+        place = self._file.place((*self._at, key) if known else self._at, key=known)
+        parts = [
+            f"{self._file.title}, line {place.line}",
+            *([self.title] if self.title else []),
+            *([key] if key else []),
+        ]
+        return FileError(f"{', '.join(parts)}: {problem}")
+
+    def hint(self, key: str, wanted: str) -> str:
+        """Return what to write instead of what stands at a key; see `scalar_hint`."""
+        return scalar_hint(self.values[key], wanted, quoted=(*self._at, key) in self._file.quoted)
 
     def require_keys(self, known: Collection[str], title: str) -> None:
         """Refuse keys that are not known."""
@@ -133,18 +146,15 @@ def _rule(block: _Block, number: int, constants: Mapping[str, float]) -> Rule:
     if isinstance(action, _Block):
         action.require_keys(_ACTION_KEYS, f"{block.title}, action")
         try:
-            values["action"] = adjustment_of(
-                {key: _number(v) if key == "value" else v for key, v in action.values.items()}
-            )
+            values["action"] = adjustment_of(action.values)
         except ValueError as error:
             raise action.error("", str(error).removeprefix("action: ")) from None
-    if "confidence" in values:
-        values["confidence"] = _number(values["confidence"])
     try:
         return Rule(**values)
     except ValueError as error:
         key, _, problem = str(error).partition(": ")
-        raise block.error(key if key in block.values else "", problem) from None
+        hint = block.hint(key, "truth") if key == "danger" and key in block.values else ""
+        raise block.error(key if key in block.values else "", problem + hint) from None
 
 
 def _constants(block: Any, top: _Block) -> dict[str, float]:
@@ -153,102 +163,19 @@ def _constants(block: Any, top: _Block) -> dict[str, float]:
     if not isinstance(block, _Block):
         raise top.error("constants", f"expected names with numbers, got {_shown(block)}.")
     block.title = "constants"
-    numbers = {name: _number(value) for name, value in block.values.items()}
-    for name, value in numbers.items():
+    for name, value in block.values.items():
         try:
             check_constant_name(name)
         except ValueError as error:
             raise block.error(name, str(error).removeprefix("constants: ")) from None
         if isinstance(value, bool) or not isinstance(value, int | float) or value - value != 0:
-            raise block.error(name, f"expected a finite number, got {_shown(value)}.")
+            hint = block.hint(name, "number")
+            raise block.error(name, f"expected a finite number, got {_shown(value)}.{hint}")
         try:
             float(value)
         except OverflowError:
             raise block.error(name, "expected a finite number, got one beyond 1.8e308.") from None
-    return {name: float(value) for name, value in numbers.items()}
-
-
-def _parsed(text: str, where: str) -> _Block:
-    try:
-        _require_harmless(text, where)
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = 1 if mark is None else mark.line + 1
-        raise ValueError(f"rules {where}, line {line}: not readable as YAML ({error.problem}).") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"rules {where}: not readable as YAML ({' '.join(str(error).split())}).") from None
-    if not isinstance(node, yaml.MappingNode):
-        got = "nothing" if node is None else f"a {_kind(node)}"
-        raise ValueError(f"rules {where}, line 1: expected keys like name and rules, got {got}.")
-    block: _Block = _built(node, where)
-    return block
-
-
-def _require_harmless(text: str, where: str) -> None:
-    """Refuse text whose structure takes long to read: anchors can stand for terabytes, nesting costs its square."""
-    depth = 0
-    for token in yaml.scan(text, Loader=yaml.SafeLoader):
-        if isinstance(token, _OPENS):
-            depth += 1
-        elif isinstance(token, _CLOSES):
-            depth -= 1
-        line = token.start_mark.line + 1
-        if isinstance(token, yaml.AnchorToken | yaml.AliasToken):
-            raise ValueError(f"rules {where}, line {line}: anchors and aliases (& and *) are not read; write it out.")
-        if depth > MAX_DEPTH:
-            raise ValueError(f"rules {where}, line {line}: not readable as rules (nested more than {MAX_DEPTH} deep).")
-
-
-_OPENS = (
-    yaml.BlockSequenceStartToken,
-    yaml.BlockMappingStartToken,
-    yaml.FlowSequenceStartToken,
-    yaml.FlowMappingStartToken,
-)
-_CLOSES = (yaml.BlockEndToken, yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken)
-
-
-def _built(node: yaml.Node, where: str) -> Any:
-    """Return a node as blocks, lists and plain values."""
-    line = node.start_mark.line + 1
-    if isinstance(node, yaml.SequenceNode):
-        return [_built(entry, where) for entry in node.value]
-    if not isinstance(node, yaml.MappingNode):
-        return _scalar(node, where, line)
-    block = _Block(where, line)
-    for key_node, value_node in node.value:
-        key_line = key_node.start_mark.line + 1
-        if not isinstance(key_node, yaml.ScalarNode):
-            raise ValueError(f"rules {where}, line {key_line}: expected a key in words, got a {_kind(key_node)}.")
-        key = str(key_node.value)
-        if key in block.values:
-            raise ValueError(
-                f"rules {where}, line {key_line}: key {key!r} is there twice, first in line {block.lines[key]}; "
-                "leave one out."
-            )
-        block.lines[key] = key_line
-        block.values[key] = _built(value_node, where)
-    return block
-
-
-def _scalar(node: yaml.Node, where: str, line: int) -> Any:
-    try:
-        return yaml.constructor.SafeConstructor().construct_object(node)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"rules {where}, line {line}: {' '.join(str(error).split())}.") from None
-
-
-def _number(value: Any) -> Any:
-    """Return the number that YAML 1.1 reads as text because it has no point, like ``1e-4``; anything else as it is."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
-def _kind(node: yaml.Node) -> str:
-    return {yaml.SequenceNode: "list", yaml.ScalarNode: "single value"}.get(type(node), "mapping")
+    return {name: float(value) for name, value in block.values.items()}
 
 
 def _shown(value: Any) -> str:
