@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import numpy as np
 
-from ..inner_trainers.messages import did_you_mean, require_number
+from ..inner_trainers.messages import did_you_mean, require_integer
 from ..inner_trainers.recipe import STARTS, Recipe
+from .constraints import Constraint, Node, parse_condition
+from .decision_plan import DecisionPlan
+from .parameter import Parameter
+from .simplex import MIX_GRID, bounds_problem, check_bounds, on_simplex_grid, project_to_simplex
+from .space_batch import RecipeBatch, decode_batch, encode_batch, mask_batch
+from .space_compiler import EPOCHS, SpaceCompiler, SpaceParts
+from .space_masks import SpaceMasks
+from .task_facts import TaskFacts, refused_choices
+
+if TYPE_CHECKING:
+    from ..inner_trainers.base import InnerTrainer
+    from ..inner_trainers.tasks.base import InnerTask
 
 _KNOBS: Mapping[str, Any] = MappingProxyType(
     {
@@ -23,114 +34,13 @@ _KNOBS: Mapping[str, Any] = MappingProxyType(
         if entry.init and name not in ("algorithm", "mix", "start")
     }
 )
+_CASTS: Mapping[str, type] = MappingProxyType({name: type(value) for name, value in _KNOBS.items()})
 
 STOP = 0
 """Index of ``stop`` in the algorithm choice; it is always legal."""
 
-MIX_GRID = 1000
-"""Mix weights are multiples of 1 / MIX_GRID."""
-
 COSTLY_KNOBS = ("batch_size", "gradient_accumulation", "kl_coef", "lora_rank", "max_length", "packing")
 """Knobs that change what an optimiser step can cost; all but ``lora_rank`` cost the least at their lowest value."""
-
-_SIGNIFICANT_DIGITS = 4
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One numeric knob of the recipe, mapped to a coordinate in [-1, 1].
-
-    Attributes:
-        low: smallest value.
-        high: largest value.
-        scale: ``"linear"`` or ``"log"``.
-        integer: whether values are rounded to integers.
-        choices: the only values there are, in ascending order; ``low``, ``high`` and ``scale`` are then unused.
-    """
-
-    low: float = 0.0
-    high: float = 1.0
-    scale: str = "linear"
-    integer: bool = False
-    choices: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Check the range.
-
-        Raises:
-            ValueError: an empty range, a log scale that touches 0, or choices out of order.
-        """
-        if self.choices:
-            if list(self.choices) != sorted(set(self.choices)):
-                raise ValueError(f"parameter: choices must ascend without repeats, got {self.choices}.")
-            return
-        require_number("parameter.low", self.low)
-        require_number("parameter.high", self.high)
-        if self.scale not in ("linear", "log"):
-            raise ValueError(f"parameter.scale: unknown {self.scale!r}.{did_you_mean(self.scale, ('linear', 'log'))}")
-        if self.low >= self.high:
-            raise ValueError(f"parameter: low must be below high, got [{self.low}, {self.high}].")
-        if self.scale == "log" and self.low <= 0:
-            raise ValueError(f"parameter: a log scale needs low > 0, got {self.low}.")
-
-    def narrowed(self, low: float, high: float) -> Parameter:
-        """Return this knob within ``low`` and ``high`` too, as a probe suggests; one value becomes a single choice.
-
-        Raises:
-            ValueError: none of its values is in that range.
-        """
-        if self.choices:
-            kept = tuple(choice for choice in self.choices if low <= choice <= high)
-            if not kept:
-                raise ValueError(f"parameter: none of the choices {list(self.choices)} is in [{low:g}, {high:g}].")
-            return Parameter(choices=kept)
-        below, above = max(self.low, low), min(self.high, high)
-        if self.integer:
-            below, above = math.ceil(below), math.floor(above)
-        if below > above:
-            raise ValueError(
-                f"parameter: [{self.low:g}, {self.high:g}] and [{low:g}, {high:g}] have no value in common."
-            )
-        return Parameter(choices=(below,)) if below == above else replace(self, low=below, high=above)
-
-    def decode(self, coordinate: float) -> float | int:
-        """Return the value at a coordinate in [-1, 1], on the grid: integers, choices, or 4 significant digits."""
-        share = (min(1.0, max(-1.0, coordinate)) + 1.0) / 2.0
-        if self.choices:
-            return self.choices[min(int(share * len(self.choices)), len(self.choices) - 1)]
-        if self.scale == "log":
-            value = self.low * (self.high / self.low) ** share
-        else:
-            value = self.low + (self.high - self.low) * share
-        if self.integer:
-            return int(min(self.high, max(self.low, round(value))))
-        rounded = float(f"{value:.{_SIGNIFICANT_DIGITS - 1}e}")
-        return min(self.high, max(self.low, rounded))
-
-    def values(self) -> Sequence[float]:
-        """Return every value on the grid of a knob with choices or integers; nothing for a continuous one."""
-        if self.choices:
-            return self.choices
-        return range(math.ceil(self.low), math.floor(self.high) + 1) if self.integer else ()
-
-    def encode(self, value: float) -> float:
-        """Return the coordinate of a value; `decode` gives the value back when it lies on the grid.
-
-        Raises:
-            ValueError: a value that is not among the choices or outside the range.
-        """
-        if self.choices:
-            if value not in self.choices:
-                raise ValueError(f"{value!r} is not among the choices {list(self.choices)}")
-            return (2 * self.choices.index(value) + 1) / len(self.choices) - 1.0
-        if not self.low <= value <= self.high:
-            raise ValueError(f"{value!r} is outside [{self.low:g}, {self.high:g}]")
-        if self.scale == "log":
-            share = math.log(value / self.low) / math.log(self.high / self.low)
-        else:
-            share = (value - self.low) / (self.high - self.low)
-        return 2.0 * share - 1.0
-
 
 DEFAULT_PARAMETERS: Mapping[str, Parameter] = MappingProxyType(
     {
@@ -149,11 +59,19 @@ class DecisionSpace:
 
     Attributes:
         algorithms: algorithm names; action 0 is ``stop``, action ``i + 1`` is ``algorithms[i]``.
-        sources: source names, in the order of the mix coordinates.
+        sources: source names, in the order of the mix coordinates; others of a task have weight 0.
         usable: algorithm -> the sources that have the rows it trains on. An algorithm without any is never legal, and
             its mix is over all sources.
-        parameters: recipe field -> its knob, in sorted order.
+        parameters: recipe field -> its knob, in sorted order. ``epochs``, an integer knob, stands for ``steps``: they are
+            what that many passes over the mix's rows take.
         fixed: recipe fields that every recipe shares.
+        mix_bounds: source -> lower and upper bound of its weight, multiples of 1 / `MIX_GRID`; others are in [0, 1].
+        conditions: knob -> when it is used, such as ``"algorithm in [grpo, ppo]"``; where it is not, the recipe has
+            the field's default. Knobs without one are always part of the recipe.
+        constraints: what must hold, such as ``"if base_model_size < 3B then exclude ppo"``; see `constraints`.
+        starts: starting checkpoints that are allowed.
+        defaults: knob -> the value that `recipe` takes when none is given; the middle of the range otherwise.
+        facts: what is known of the task; constraints over facts that are not known take nothing away.
     """
 
     algorithms: tuple[str, ...]
@@ -161,27 +79,44 @@ class DecisionSpace:
     usable: Mapping[str, tuple[str, ...]]
     parameters: Mapping[str, Parameter] = field(default_factory=lambda: dict(DEFAULT_PARAMETERS))
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    mix_bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    conditions: Mapping[str, str] = field(default_factory=dict)
+    constraints: tuple[str, ...] = ()
+    starts: tuple[str, ...] = STARTS
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    facts: TaskFacts | None = None
 
     def __post_init__(self) -> None:
         """Check names and ranges, so that every action decodes to a recipe.
 
         Raises:
-            ValueError: no algorithms or sources; a parameter that is no numeric recipe field, is fixed too, or reaches
-                values no recipe may have; or batches that no allowed number of generations divides.
+            ValueError: no algorithms or sources; a parameter that is no recipe field, is fixed too, or reaches
+                values no recipe may have; batches that no allowed number of generations divides; mix bounds that
+                leave out 1; or a condition or constraint that cannot be read.
         """
         if not self.algorithms or not self.sources:
             raise ValueError("decision space: it needs at least one algorithm and one source.")
+        knobs = {*_KNOBS, EPOCHS}
         for name in [*self.parameters, *self.fixed]:
-            if name not in _KNOBS:
-                raise ValueError(f"decision space: {name!r} is no knob of a recipe.{did_you_mean(name, _KNOBS)}")
+            if name not in knobs or (name == EPOCHS and name in self.fixed):
+                raise ValueError(f"decision space: {name!r} is no knob of a recipe.{did_you_mean(name, knobs)}")
             if name in self.parameters and name in self.fixed:
                 raise ValueError(f"decision space: {name!r} is both a parameter and fixed.")
         put = object.__setattr__
-        put(self, "parameters", dict(sorted(self.parameters.items())))
+        put(self, "algorithms", tuple(self.algorithms))
+        put(self, "sources", tuple(self.sources))
+        put(self, "parameters", {n: _typed(n, p) for n, p in sorted(self.parameters.items())})
         put(self, "fixed", dict(self.fixed))
         put(self, "usable", {name: self._usable_in_order(name) for name in self.algorithms})
+        put(self, "mix_bounds", self._checked_bounds())
+        put(self, "constraints", tuple(self.constraints))
+        put(self, "starts", self._checked_starts())
         for name, parameter in self.parameters.items():
             self._check_range(name, parameter)
+        if EPOCHS in self.parameters and ("steps" in self.parameters or "steps" in self.fixed):
+            raise ValueError("decision space: epochs and steps say the same; give one of them.")
+        put(self, "defaults", self._checked_defaults())
+        put(self, "conditions", self._checked_conditions())
         for accumulation in self._integers("gradient_accumulation") if self._groups else ():
             if not self._batch_sizes(accumulation):
                 raise ValueError(
@@ -189,6 +124,55 @@ class DecisionSpace:
                     f"least 2 divides batch_size {list(self._integers('batch_size'))} x gradient_accumulation "
                     f"{accumulation}."
                 )
+        self._plans  # noqa: B018 - what cannot be compiled is refused now
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (
+            DecisionSpace,
+            tuple(getattr(self, entry.name) for entry in fields(self)),
+        )  # what is compiled stays here
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types, without the task's facts; `from_dict` reads them back to an equal space."""
+        return {
+            "algorithms": list(self.algorithms),
+            "sources": list(self.sources),
+            "usable": {name: list(found) for name, found in self.usable.items()},
+            "parameters": {name: parameter.to_dict() for name, parameter in self.parameters.items()},
+            "fixed": dict(self.fixed),
+            "mix_bounds": {name: list(pair) for name, pair in self.mix_bounds.items()},
+            "conditions": dict(self.conditions),
+            "constraints": list(self.constraints),
+            "starts": list(self.starts),
+            "defaults": dict(self.defaults),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> DecisionSpace:
+        """Read `to_dict` back.
+
+        Raises:
+            ValueError: an unknown or missing key, or what the space itself refuses.
+        """
+        known = [entry.name for entry in fields(cls) if entry.name != "facts"]
+        for key in data:
+            if key not in known:
+                raise ValueError(f"decision space: unknown key {key!r}.{did_you_mean(str(key), known)}")
+        missing = [key for key in ("algorithms", "sources", "usable") if key not in data]
+        if missing:
+            raise ValueError(f"decision space: key {missing[0]!r} is missing.")
+        values = dict(data)
+        if "parameters" in data:
+            values["parameters"] = {name: Parameter.from_dict(entry) for name, entry in data["parameters"].items()}
+        values["usable"] = {name: tuple(found) for name, found in data["usable"].items()}
+        for key in ("algorithms", "sources", "constraints", "starts"):
+            if key in data:
+                values[key] = tuple(data[key])
+        if "mix_bounds" in data:
+            values["mix_bounds"] = {name: (low, high) for name, (low, high) in data["mix_bounds"].items()}
+        return cls(**values)
+
+    # What is checked ----------------------------------------------------------------------------------------------------
 
     def _usable_in_order(self, algorithm: str) -> tuple[str, ...]:
         if algorithm not in self.usable:
@@ -198,16 +182,62 @@ class DecisionSpace:
                 raise ValueError(f"decision space: usable has {name!r}.{did_you_mean(name, self.sources)}")
         return tuple(name for name in self.sources if name in self.usable[algorithm])
 
+    def _checked_bounds(self) -> dict[str, tuple[float, float]]:
+        for name in self.mix_bounds:
+            if name not in self.sources:
+                raise ValueError(f"decision space: mix_bounds has {name!r}.{did_you_mean(name, self.sources)}")
+        if not self.mix_bounds:
+            return {}
+        bounds = check_bounds({name: self.mix_bounds.get(name, (0.0, 1.0)) for name in self.sources})
+        return {name: bounds[name] for name in self.mix_bounds}
+
+    def _checked_starts(self) -> tuple[str, ...]:
+        if not self.starts:
+            raise ValueError("decision space: starts must name at least one checkpoint.")
+        for name in self.starts:
+            if name not in STARTS:
+                raise ValueError(f"decision space: starts has {name!r}.{did_you_mean(str(name), STARTS)}")
+        return tuple(name for name in STARTS if name in self.starts)
+
     def _check_range(self, name: str, parameter: Parameter) -> None:
-        if isinstance(_KNOBS[name], int) and not (
-            parameter.integer or (parameter.choices and all(isinstance(c, int) for c in parameter.choices))
-        ):
+        whole = parameter.integer or (parameter.choices and all(type(c) is int for c in parameter.choices))
+        if name == EPOCHS:
+            if not whole:
+                raise ValueError(
+                    "decision space: epochs is an integer; give the parameter integer=True or whole choices."
+                )
+            for value in parameter.choices or (parameter.decode(-1.0), parameter.decode(1.0)):
+                require_integer("epochs", value, low=1, high=1000)
+            return
+        if type(_KNOBS[name]) is int and not whole:
             raise ValueError(f"decision space: {name} is an integer; give the parameter integer=True or whole choices.")
+        if parameter.named is not (type(_KNOBS[name]) is str):
+            raise ValueError(f"decision space: {name} takes {'names' if not parameter.named else 'no names'}.")
         for value in parameter.choices or (parameter.decode(-1.0), parameter.decode(1.0)):
             try:
                 Recipe("any", {"any": 1.0}, **{"steps": 100_000, **self.fixed, name: value})
             except ValueError as error:
                 raise ValueError(f"decision space: {error}") from error
+
+    def _checked_defaults(self) -> dict[str, Any]:
+        for name, value in self.defaults.items():
+            if name not in self.parameters:
+                raise ValueError(
+                    f"decision space: defaults has {name!r}, which is no parameter.{did_you_mean(name, self.parameters)}"
+                )
+            try:
+                self.parameters[name].encode(value)
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"decision space: default of {name}: {error}.") from error
+        return dict(self.defaults)
+
+    def _checked_conditions(self) -> dict[str, str]:
+        for name in self.conditions:
+            if name not in self.parameters:
+                raise ValueError(
+                    f"decision space: conditions has {name!r}, which is no parameter.{did_you_mean(name, self.parameters)}"
+                )
+        return dict(self.conditions)
 
     @property
     def _groups(self) -> bool:
@@ -228,6 +258,152 @@ class DecisionSpace:
             return tuple(int(value) for value in self.parameters[name].values())
         return (int(self.fixed.get(name, _KNOBS[name])),)
 
+    # Plans --------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _parts(self) -> SpaceParts:
+        constants = {n: self.fixed.get(n, default) for n, default in _KNOBS.items() if n not in self.parameters}
+        if EPOCHS in self.parameters:
+            del constants["steps"]
+        unused = {**_KNOBS, EPOCHS: 1}
+        conditions: dict[str, Node] = {}
+        for name, text in self.conditions.items():
+            try:
+                conditions[name] = parse_condition(text)
+            except ValueError as error:
+                raise ValueError(f"decision space: when {name} is used: {error}") from error
+        return SpaceParts(
+            algorithms=self.algorithms,
+            sources=self.sources,
+            usable={name: [self.sources.index(s) for s in found] for name, found in self.usable.items()},
+            parameters=self.parameters,
+            constants=constants,
+            defaults={name: unused[name] for name in self.parameters},
+            mix_bounds=self.mix_bounds,
+            conditions=conditions,
+            constraints=[Constraint.parse(text) for text in self.constraints],
+            starts=self.starts,
+            facts=self.facts,
+            groups=self._groups,
+        )
+
+    @cached_property
+    def _plans(self) -> dict[str, DecisionPlan]:
+        compiler = SpaceCompiler(self._parts)
+        return {name: compiler.plan(name) for name in self.algorithms}
+
+    @cached_property
+    def _free_plans(self) -> dict[str, DecisionPlan]:
+        """Plans without constraints, bounds and facts: how actions of algorithms that are not legal decode."""
+        free = replace(self._parts, mix_bounds={}, constraints=(), starts=STARTS)
+        if free.facts is not None:
+            free = replace(free, facts=replace(free.facts, refused={}))
+        compiler = SpaceCompiler(free)
+        return {name: compiler.plan(name) for name in self.algorithms}
+
+    def plan(self, algorithm: str) -> DecisionPlan:
+        """Return how the settings of an algorithm are decided; without constraints where none can keep them.
+
+        Raises:
+            ValueError: an unknown algorithm.
+        """
+        if algorithm not in self._plans:
+            raise ValueError(f"algorithm: unknown {algorithm!r}.{did_you_mean(algorithm, self.algorithms)}")
+        found = self._plans[algorithm]
+        return found if found.problem is None else self._free_plans[algorithm]
+
+    @cached_property
+    def problems(self) -> Mapping[str, str | None]:
+        """Algorithm -> why no recipe of it keeps the constraints; None where some do."""
+        return {name: plan.problem for name, plan in self._plans.items()}
+
+    # Masks --------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _masks(self) -> SpaceMasks:
+        return SpaceMasks(self)
+
+    def start_mask(self, algorithms: Sequence[str]) -> np.ndarray:
+        """Return ``(3,)`` bool: the starts that some of the algorithms can have."""
+        return self._masks.starts(algorithms)
+
+    def knob_mask(self, name: str, values: Sequence[Any], algorithms: Sequence[str]) -> np.ndarray:
+        """Return ``(len(values),)`` bool: the values that some of the algorithms can have; see `SpaceMasks.knob`."""
+        return self._masks.knob(name, values, algorithms)
+
+    def unused_value(self, name: str) -> Any:
+        """Return what a knob is where its condition does not hold."""
+        return self._parts.defaults[name]
+
+    def used_many(self, name: str, batch: RecipeBatch) -> np.ndarray:
+        """Return ``(n,)`` bool: whether each recipe of a batch uses a knob; ``stop`` uses none."""
+        if name not in self.conditions:
+            return batch.algorithm > 0
+        used = np.zeros(len(batch), bool)
+        for position, algorithm in enumerate(self.algorithms):
+            rows = np.flatnonzero(batch.algorithm == position + 1)
+            knob = next(knob for knob in self.plan(algorithm).knobs if knob.name == name)
+            if knob.when is None:
+                used[rows] = not knob.never
+            elif len(rows):
+                columns = [batch.start[rows], *batch.mix[rows].T, *[v[rows] for v in batch.values.values()]]
+                used[rows] = knob.when.run(columns)
+        return used
+
+    def decode_batch(self, actions: Mapping[str, np.ndarray]) -> RecipeBatch:
+        """Return the recipes of many actions; see `space_batch.decode_batch`."""
+        return decode_batch(self, actions)
+
+    def encode_batch(self, batch: RecipeBatch) -> dict[str, np.ndarray]:
+        """Return the actions of many recipes; see `space_batch.encode_batch`."""
+        return encode_batch(self, batch)
+
+    def mask_batch(self, payable: np.ndarray) -> np.ndarray:
+        """Return the masks of many searches on one task; see `space_batch.mask_batch`."""
+        return mask_batch(self, payable)
+
+    # The task -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def needs_facts(self) -> bool:
+        """Whether what is legal, or what an action means, depends on the task."""
+        return bool(self.constraints or self.conditions or EPOCHS in self.parameters or self._checked_choices)
+
+    @property
+    def _checked_choices(self) -> list[str]:
+        """Knobs whose choices a trainer may refuse for some algorithms."""
+        return [
+            name
+            for name, parameter in self.parameters.items()
+            if parameter.named or name in ("packing", "lora_rank", "replay_share")
+        ]
+
+    def bind(self, facts: TaskFacts) -> DecisionSpace:
+        """Return this space for a task: the actions stay, what is legal and what ``epochs`` mean follow the facts."""
+        return self if facts == self.facts else replace(self, facts=facts)
+
+    def bound_to(self, task: InnerTask, trainer: InnerTrainer) -> DecisionSpace:
+        """Return this space for a task on a trainer; itself when neither matters to it."""
+        if not self.needs_facts:
+            return self
+        bound = self.bind(TaskFacts.of(task, trainer, self.algorithms))
+        refused = refused_choices(task, trainer, bound._recipes_to_check(trainer))
+        return bound.bind(replace(bound.facts, refused=refused)) if refused and bound.facts else bound
+
+    def _recipes_to_check(self, trainer: InnerTrainer) -> list[tuple[str, str, Any, Recipe]]:
+        found = []
+        for algorithm in self.algorithms:
+            if self.problems[algorithm] is not None or algorithm not in trainer.algorithms:
+                continue
+            for name in self._checked_choices:
+                for choice in self.parameters[name].choices:
+                    recipe = self._decided(algorithm, "best", None, {name: choice})
+                    if getattr(recipe, name) == choice:
+                        found.append((algorithm, name, choice, recipe))
+        return found
+
+    # Cheap recipes ------------------------------------------------------------------------------------------------------
+
     def cheapest_recipes(self, algorithm: str, sources: Sequence[str], **held: Any) -> list[Recipe]:
         """Return recipes of which one has the cheapest optimiser steps over a mix of all ``sources``.
 
@@ -237,7 +413,8 @@ class DecisionSpace:
             **held: knobs with a value that is kept; the others of `COSTLY_KNOBS` take the values that cost the least.
         """
         mix = {name: 1.0 / len(sources) for name in sources}
-        return [self.recipe(algorithm, mix=mix, **{**knobs, **held}) for knobs in self._cheapest_knobs(held)]
+        found = [self._decided(algorithm, "best", mix, {**k, **held}) for k in self._cheapest_knobs(held)]
+        return found
 
     def cheaper_recipes(self, recipe: Recipe) -> list[Recipe]:
         """Return the recipe with the other `COSTLY_KNOBS` than the batch at the values whose steps cost the least."""
@@ -258,8 +435,12 @@ class DecisionSpace:
         return [lowest, *({**lowest, "lora_rank": rank} for rank in free["lora_rank"].values()[1:2])]
 
     def _with(self, recipe: Recipe, **changes: Any) -> Recipe:
-        values = {name: changes.get(name, getattr(recipe, name)) for name in self.parameters}
-        return self._recipe(recipe.algorithm, recipe.start, recipe.mix, values)
+        values = {n: getattr(recipe, n) for n in self.parameters if n != EPOCHS}
+        if EPOCHS in self.parameters:
+            values[EPOCHS] = self._epochs_of(recipe)
+        return self._decided(recipe.algorithm, recipe.start, recipe.mix, {**values, **changes})
+
+    # Actions --------------------------------------------------------------------------------------------------------------
 
     @property
     def width(self) -> int:
@@ -278,36 +459,44 @@ class DecisionSpace:
         )
 
     def decode(self, action: Mapping[str, Any]) -> Recipe | None:
-        """Return the recipe of a legal action, or None for ``stop``.
+        """Return the recipe of an action, or None for ``stop``; where the algorithm is legal, the recipe is.
 
         The mix coordinates of sources that the algorithm cannot use are ignored; the others are projected onto the
-        simplex. A number of generations that does not divide the batch is moved to the nearest one of the space that
-        does; where none does, the batch is moved.
+        simplex within its bounds. A knob that the algorithm does not use takes its default. A start that is not
+        allowed becomes the first that is, of best, latest and base. What is left illegal is repaired as
+        `decision_plan` says: a number of generations that does not divide the batch is moved to the nearest one of
+        the space that does; where none does, the batch is moved.
         """
         choice = int(action["algorithm"])
         if choice == STOP:
             return None
         algorithm = self.algorithms[choice - 1]
-        values = {
-            name: parameter.decode(float(coordinate))
-            for (name, parameter), coordinate in zip(self.parameters.items(), action["parameters"], strict=True)
-        }
-        return self._recipe(algorithm, STARTS[int(action["start"])], self.decode_mix(algorithm, action["mix"]), values)
+        plan = self.plan(algorithm)
+        start = plan.start(int(action["start"]))
+        slots: list[Any] = [start, *plan.mix([(x + 1.0) / 2.0 for x in _floats(action["mix"])], start)]
+        for (place, decode), coordinate in zip(self._decoders, _floats(action["parameters"]), strict=True):
+            value = decode(coordinate)
+            slots.append(value if place is None else place[value])
+        plan.decide(slots)
+        return self.recipe_of_slots(algorithm, slots)
 
-    def decode_mix(self, algorithm: str, coordinates: Sequence[float]) -> dict[str, float]:
+    @cached_property
+    def _decoders(self) -> list[tuple[dict[Any, int] | None, Callable[[float], Any]]]:
+        return [
+            ({c: i for i, c in enumerate(p.choices)} if p.named else None, p.decode) for p in self.parameters.values()
+        ]
+
+    def decode_mix(self, algorithm: str, coordinates: Sequence[float], start: str = "best") -> dict[str, float]:
         """Return the mix at coordinates in [-1, 1]: weight (x + 1) / 2 per usable source, projected, on the grid."""
-        usable = self.usable[algorithm] or self.sources
-        raw = np.array(
-            [(float(x) + 1) / 2 for name, x in zip(self.sources, coordinates, strict=True) if name in usable]
-        )
-        weights = on_simplex_grid(project_to_simplex(raw), MIX_GRID)
-        return {name: float(weight) for name, weight in zip(usable, weights, strict=True) if weight > 0}
+        plan = self.plan(algorithm)
+        weights = plan.mix([(float(x) + 1) / 2 for x in coordinates], plan.start(STARTS.index(start)))
+        return {name: weight for name, weight in zip(self.sources, weights, strict=True) if weight > 0}
 
     def encode(self, recipe: Recipe | None) -> dict[str, Any]:
         """Return the action of a recipe (None is ``stop``); `decode` gives the recipe back when it lies on the grid.
 
         Raises:
-            ValueError: the recipe is not in this space; the message names the field.
+            ValueError: the recipe is not in this space; the message names the field or the constraint.
         """
         if recipe is None:
             mix, middle = (np.zeros(len(part), np.float32) for part in (self.sources, self.parameters))
@@ -317,6 +506,39 @@ class DecisionSpace:
                 f"algorithm: {recipe.algorithm!r} is not in the decision space."
                 f"{did_you_mean(recipe.algorithm, self.algorithms)}"
             )
+        self._require_constants(recipe)
+        plan = self.plan(recipe.algorithm)
+        slots = self._slots_of(recipe, plan)
+        coordinates = np.zeros(len(self.parameters), np.float32)
+        first = 1 + len(self.sources)
+        for knob in plan.knobs:
+            if not plan.used(knob, slots):
+                if slots[knob.slot] != knob.unused:
+                    wanted = _KNOBS[knob.name]
+                    raise ValueError(
+                        f"{knob.name}: it is not used here and is then {wanted!r}, the recipe has "
+                        f"{getattr(recipe, knob.name)!r}."
+                    )
+                continue
+            value = slots[knob.slot]
+            try:
+                coordinate = knob.parameter.encode(knob.parameter.choices[value] if knob.parameter.named else value)
+            except ValueError as error:
+                raise ValueError(f"{knob.name}: {error}.") from error
+            coordinates[knob.slot - first] = coordinate
+        problem = self._illegal(plan, slots, recipe)
+        if problem is not None:
+            raise ValueError(problem)
+        return {
+            "algorithm": 1 + self.algorithms.index(recipe.algorithm),
+            "mix": np.array([2 * slots[1 + i] - 1 for i in range(len(self.sources))], np.float32),
+            "parameters": coordinates,
+            "start": STARTS.index(recipe.start),
+        }
+
+    def _require_constants(self, recipe: Recipe) -> None:
+        """Refuse a recipe that differs where the space leaves no choice."""
+        values = recipe.__dict__
         for name in recipe.mix:
             if name not in self.sources:
                 raise ValueError(f"mix: {name!r} is not in the decision space.{did_you_mean(name, self.sources)}")
@@ -325,24 +547,69 @@ class DecisionSpace:
                     f"mix: {name!r} has no rows that {recipe.algorithm} trains on; "
                     f"sources that have: {', '.join(self.usable[recipe.algorithm])}."
                 )
-        for name, default in _KNOBS.items():
-            wanted = self.fixed.get(name, default)
-            if name not in self.parameters and getattr(recipe, name) != wanted:
+        for name, wanted in self._parts.constants.items():
+            if values[name] != wanted and not (name == "warmup_steps" and values[name] == recipe.steps < wanted):
                 raise ValueError(
-                    f"{name}: it is {wanted!r} throughout the decision space, the recipe has {getattr(recipe, name)!r}."
+                    f"{name}: it is {wanted!r} throughout the decision space, the recipe has {values[name]!r}."
                 )
-        coordinates = []
+
+    def _slots_of(self, recipe: Recipe, plan: DecisionPlan) -> list[Any]:
+        slots: list[Any] = [STARTS.index(recipe.start), *[recipe.mix.get(name, 0.0) for name in self.sources]]
         for name, parameter in self.parameters.items():
-            try:
-                coordinates.append(parameter.encode(getattr(recipe, name)))
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}.") from error
-        return {
-            "algorithm": 1 + self.algorithms.index(recipe.algorithm),
-            "mix": np.array([2 * recipe.mix.get(name, 0.0) - 1 for name in self.sources], np.float32),
-            "parameters": np.array(coordinates, np.float32),
-            "start": STARTS.index(recipe.start),
-        }
+            if name == EPOCHS:
+                slots.append(None)
+                continue
+            value = getattr(recipe, name)
+            if parameter.named:
+                if value not in parameter.choices and value != _KNOBS[name]:
+                    raise ValueError(f"{name}: {value!r} is not among the choices {list(parameter.choices)}.")
+                value = parameter.choices.index(value) if value in parameter.choices else -1
+            slots.append(value)
+        if EPOCHS in self.parameters:
+            slots[self._slot_names.index(EPOCHS)] = self._epochs_of(recipe, slots, plan)
+        return slots
+
+    @cached_property
+    def _slot_names(self) -> list[str]:
+        return list(self._parts.slots)
+
+    def _epochs_of(self, recipe: Recipe, slots: list[Any] | None = None, plan: DecisionPlan | None = None) -> int:
+        """Return the epochs whose steps a recipe has.
+
+        Raises:
+            ValueError: none of the space's.
+        """
+        plan = plan or self.plan(recipe.algorithm)
+        if plan.steps is None:
+            raise ValueError("epochs: how many steps they are depends on the task; bind the space to one first.")
+        slot = self._slot_names.index(EPOCHS)
+        if slots is None:
+            slots = [0, *[recipe.mix.get(name, 0.0) for name in self.sources]]
+            slots += [None if name == EPOCHS else getattr(recipe, name) for name in self.parameters]
+        took = []
+        for epochs in self.parameters[EPOCHS].values():
+            slots[slot] = epochs
+            took.append(plan.steps.run(slots))
+            if took[-1] == recipe.steps:
+                return int(epochs)
+        raise ValueError(
+            f"steps: {recipe.steps} are not what {list(self.parameters[EPOCHS].values())} epochs take here, {took}."
+        )
+
+    def _illegal(self, plan: DecisionPlan, slots: list[Any], recipe: Recipe) -> str | None:
+        """Return why a recipe of a legal algorithm breaks a bound or constraint; groups are the trainer's to refuse."""
+        if self._plans[recipe.algorithm] is not plan:
+            return None
+        if slots[0] not in plan.starts:
+            return f"start: {recipe.start!r} is not allowed here; allowed: {[STARTS[i] for i in plan.starts]}."
+        if self.mix_bounds or self.constraints:
+            problem = plan.mix_problem(recipe.mix, slots[0])
+            if problem is not None:
+                return problem + "."
+        broken = [text for text in plan.broken(slots) if text in self.constraints or "refuses" in text]
+        return f"recipe: it breaks the constraint {broken[0]!r}." if broken else None
+
+    # Recipes --------------------------------------------------------------------------------------------------------------
 
     def to_vector(self, recipe: Recipe) -> np.ndarray:
         """Return ``(width,)`` float32 in [-1, 1]: one-hot algorithm, one-hot start, mix weights, coordinates."""
@@ -356,82 +623,147 @@ class DecisionSpace:
         return vector
 
     def recipe(self, algorithm: str, **settings: Any) -> Recipe:
-        """Return a recipe of this space with settings given by name; what is left out takes the knob's middle.
+        """Return a recipe of this space with settings given by name; what is left out takes its default.
 
         Args:
             algorithm: algorithm name.
-            **settings: recipe fields; ``mix`` defaults to equal shares of the usable sources.
+            **settings: recipe fields (or ``epochs``); ``mix`` defaults to equal shares of the usable sources, within
+                their bounds, and knobs to the space's defaults, else the middle of their range.
 
         Raises:
-            ValueError: an unknown algorithm or field, or a value outside its range.
+            ValueError: an unknown algorithm or field, a value outside its range, or one that a constraint moves.
         """
         if algorithm not in self.algorithms:
             raise ValueError(f"algorithm: unknown {algorithm!r}.{did_you_mean(algorithm, self.algorithms)}")
         mix = settings.pop("mix", None)
-        if mix is None:
-            mix = self.decode_mix(algorithm, [0.0] * len(self.sources))
-        values = {name: settings.pop(name, parameter.decode(0.0)) for name, parameter in self.parameters.items()}
-        start = settings.pop("start", "best")
+        values = {name: settings.pop(name) for name in list(settings) if name in self.parameters}
+        start = settings.pop("start", "best" if "best" in self.starts else self.starts[-1])
         for name in settings:
             raise ValueError(f"recipe: {name!r} is no knob of this space.{did_you_mean(name, self.parameters)}")
-        recipe = self._recipe(algorithm, start, mix, values)
+        checked = {name: value for name, value in values.items() if name != EPOCHS}
+        asked = Recipe(
+            algorithm, {self.sources[0]: 1.0} if mix is None else mix, start, **{**{"steps": 100_000}, **checked}
+        )
+        for name, value in values.items():
+            try:
+                self.parameters[name].encode(value if name == EPOCHS else getattr(asked, name))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}.") from error
+        recipe = self._decided(algorithm, start, None if mix is None else asked.mix, values, keep_mix=mix is not None)
         self.encode(recipe)
+        for name in checked:
+            got = getattr(recipe, name)
+            if (
+                got != getattr(asked, name)
+                and (self.constraints or self.conditions)
+                and name not in ("num_generations", "batch_size", "warmup_steps")
+            ):
+                raise ValueError(
+                    f"{name}: {getattr(asked, name)!r} is not legal with the other settings; {got!r} would be."
+                )
         return recipe
 
     def random_recipe(self, rng: np.random.Generator, legal: Sequence[str] | None = None) -> Recipe:
-        """Return a uniformly random recipe: algorithm, start, mix (flat Dirichlet) and every coordinate."""
+        """Return a random recipe: algorithm, start, mix and every coordinate drawn uniformly, then made legal.
+
+        The mix is drawn from a flat Dirichlet distribution and moved to the nearest within its bounds.
+        """
         names = self.algorithms if legal is None else tuple(legal)
         algorithm = names[int(rng.integers(len(names)))]
         usable = self.usable[algorithm] or self.sources
         weights = rng.dirichlet(np.ones(len(usable)))
-        mix = dict(zip(usable, on_simplex_grid(weights, MIX_GRID).tolist(), strict=True))
         values = {name: parameter.decode(float(rng.uniform(-1, 1))) for name, parameter in self.parameters.items()}
         start = STARTS[int(rng.integers(len(STARTS)))]
-        return self._recipe(algorithm, start, {n: w for n, w in mix.items() if w > 0}, values)
+        return self._decided(algorithm, start, dict(zip(usable, weights.tolist(), strict=True)), values)
 
-    def _recipe(self, algorithm: str, start: str, mix: Mapping[str, float], values: Mapping[str, Any]) -> Recipe:
-        settings = {**self.fixed, **values}
-        if "warmup_steps" in settings:
-            settings["warmup_steps"] = min(settings["warmup_steps"], settings.get("steps", _KNOBS["steps"]))
-        if self._groups:
-            self._fit_groups(settings)
-        return Recipe(algorithm=algorithm, mix=mix, start=start, **settings)
+    def _decided(
+        self,
+        algorithm: str,
+        start: str,
+        mix: Mapping[str, float] | None,
+        values: Mapping[str, Any],
+        keep_mix: bool = False,
+    ) -> Recipe:
+        """Return the legal recipe nearest to some settings; a mix that is kept is not put on the grid."""
+        plan = self.plan(algorithm)
+        position = plan.start(STARTS.index(start))
+        if mix is None:
+            weights = plan.mix([0.5] * len(self.sources), position)
+        else:
+            weights = [mix.get(name, 0.0) for name in self.sources]
+            if not keep_mix:
+                weights = plan.mix(weights, position)
+        slots: list[Any] = [position, *weights]
+        for name, parameter in self.parameters.items():
+            value = values.get(name)
+            if value is None:
+                value = self.defaults.get(name, parameter.decode(0.0))
+            if parameter.named:
+                value = parameter.choices.index(value) if value in parameter.choices else -1
+            slots.append(value)
+        plan.decide(slots)
+        return self.recipe_of_slots(algorithm, slots)
 
-    def _fit_groups(self, settings: dict[str, Any]) -> None:
-        """Move ``num_generations``, else the batch, to the nearest values of the space at which groups divide it."""
-        size, accumulation, wanted = (
-            int(settings.get(name, _KNOBS[name])) for name in ("batch_size", "gradient_accumulation", "num_generations")
-        )
-        if wanted >= 2 and size * accumulation % wanted == 0:
-            return
-        settings["batch_size"] = min(self._batch_sizes(accumulation), key=lambda n: (abs(n - size), n))
-        fitting = [n for n in self._generations if settings["batch_size"] * accumulation % n == 0]
-        settings["num_generations"] = min(fitting, key=lambda n: (abs(n - wanted), n))
+    def recipe_of_slots(self, algorithm: str, slots: Sequence[Any]) -> Recipe:
+        """Return the recipe of legal settings: the start's position, a weight per source, a value per knob."""
+        plan = self.plan(algorithm)
+        settings = dict(self._templates[algorithm])
+        first = 1 + len(self.sources)
+        for (name, choices, cast), value in zip(self._fields, slots[first:], strict=True):
+            if choices is not None:
+                settings[name] = choices[value] if value >= 0 else _KNOBS[name]
+            elif name != EPOCHS:
+                settings[name] = cast(value)
+        if plan.steps is not None:
+            settings["steps"] = plan.steps.run(slots)
+        elif EPOCHS in self.parameters:
+            raise ValueError("epochs: how many steps they are depends on the task; bind the space to one first.")
+        if settings["warmup_steps"] > settings["steps"]:
+            settings["warmup_steps"] = settings["steps"]
+        settings["mix"] = {name: slots[1 + place] for name, place in self._sorted_sources if slots[1 + place] > 0}
+        settings["start"] = STARTS[slots[0]]
+        return Recipe.of_checked(settings)
+
+    @cached_property
+    def _templates(self) -> dict[str, dict[str, Any]]:
+        return {
+            name: Recipe(name, {"any": 1.0}, **{**self._template_steps, **self.fixed}).to_dict()
+            for name in self.algorithms
+        }
+
+    @cached_property
+    def _template_steps(self) -> dict[str, Any]:
+        """A number of steps that no fixed warm-up exceeds; it is replaced wherever steps are a knob."""
+        return {} if "steps" not in self.parameters and EPOCHS not in self.parameters else {"steps": 100_000}
+
+    @cached_property
+    def _fields(self) -> list[tuple[str, tuple[Any, ...] | None, type]]:
+        return [(n, p.choices if p.named else None, _CASTS.get(n, int)) for n, p in self.parameters.items()]
+
+    @cached_property
+    def _sorted_sources(self) -> list[tuple[str, int]]:
+        return sorted((name, place) for place, name in enumerate(self.sources))
 
 
-def project_to_simplex(weights: np.ndarray) -> np.ndarray:
-    """Return the point of the probability simplex nearest to ``weights`` (Euclidean; Duchi et al. 2008).
-
-    Args:
-        weights: ``(n,)`` finite.
-
-    Returns:
-        ``(n,)`` float64 >= 0 that sum to 1; ``weights`` itself when it already is on the simplex.
-    """
-    ordered = np.sort(weights)[::-1]
-    excess = np.cumsum(ordered) - 1.0
-    ranks = np.arange(1, len(weights) + 1)
-    last = int(np.nonzero(ordered - excess / ranks > 0)[0][-1])
-    result: np.ndarray = np.maximum(weights - excess[last] / ranks[last], 0.0)
-    return result
+def _typed(name: str, parameter: Parameter) -> Parameter:
+    """Return the knob with choices of the field's own type, so that equal recipes have equal hashes."""
+    if _CASTS.get(name) is float and parameter.choices and not parameter.named:
+        return replace(parameter, choices=tuple(c if isinstance(c, bool) else float(c) for c in parameter.choices))
+    return parameter
 
 
-def on_simplex_grid(weights: np.ndarray, grid: int) -> np.ndarray:
-    """Round simplex weights to multiples of ``1 / grid`` that still sum to 1 (largest remainder)."""
-    exact = np.asarray(weights, dtype=np.float64) * grid
-    counts = np.floor(exact + 1e-4)  # float32 coordinates may fall a hair below their grid point
-    missing = round(grid - counts.sum())
-    for index in np.argsort(-(exact - counts), kind="stable")[: max(0, missing)]:
-        counts[index] += 1
-    result: np.ndarray = counts / grid
-    return result
+def _floats(values: Any) -> list[float]:
+    return values.tolist() if isinstance(values, np.ndarray) else [float(value) for value in values]
+
+
+__all__ = [
+    "COSTLY_KNOBS",
+    "DEFAULT_PARAMETERS",
+    "MIX_GRID",
+    "STOP",
+    "DecisionSpace",
+    "Parameter",
+    "bounds_problem",
+    "on_simplex_grid",
+    "project_to_simplex",
+]

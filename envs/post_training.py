@@ -15,7 +15,7 @@ from gymnasium.envs.registration import EnvSpec
 from ..inner_trainers.base import CAUSES, InnerTrainer, RoundReport, Scorecard
 from ..inner_trainers.evaluation import completion_flags
 from ..inner_trainers.messages import did_you_mean, require_integer
-from ..inner_trainers.recipe import STARTS, Recipe
+from ..inner_trainers.recipe import Recipe
 from ..inner_trainers.tasks import InnerTask, TaskFamily, resolve_task
 from .budget import Budget
 from .decision_space import COSTLY_KNOBS, STOP, DecisionSpace
@@ -94,7 +94,7 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
         self.trainer = _trainer_for(first, trainer, {"evaluator": evaluator, "faults": faults})
         if space is not None and not isinstance(space, DecisionSpace):
             raise ValueError(f"space: expected a DecisionSpace or None, got {space!r}.")
-        self.space = space if space is not None else self._space_of(first)
+        self.space = (space if space is not None else self._space_of(first)).bound_to(first, self.trainer)
         for name in self.space.algorithms:
             if name not in self.trainer.algorithms:
                 raise ValueError(
@@ -176,10 +176,11 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
             instance = require_integer("options['instance']", value, low=-(2**63), high=2**63)
         task = self.family.instance(instance)
         self._check_names(instance, task)
+        space = self.space.bound_to(task, self.trainer)
         search = Search(
             task,
             self.trainer,
-            self.space,
+            space,
             self.budget,
             seed=int(self.np_random.integers(2**31)),
             journal=self._journal,
@@ -188,7 +189,7 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
         )
         if self._search is not None:
             self._search.close()
-        self._search = search
+        self._search, self.space = search, space
         self._instance = instance
         self._episode += 1
         self._search_began()
@@ -247,7 +248,7 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
         legal = self.search.legal() if self._search is not None else dict.fromkeys(self.space.algorithms, True)
         running = self._search is None or self._search.ended() is None
         algorithms = [running and legal[name] for name in self.space.algorithms]
-        return {"algorithm": np.array([True, *algorithms]), "start": np.full(len(STARTS), True)}
+        return {"algorithm": np.array([True, *algorithms]), "start": self.space.start_mask(self._legal_algorithms())}
 
     @property
     def asks_for_recipe(self) -> bool:
@@ -255,14 +256,23 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
         return True
 
     def knob_mask(self, name: str, values: Sequence[float]) -> np.ndarray:
-        """Return ``(len(values),)`` bool: whether the budget pays a step of some algorithm with a knob at each value.
+        """Return ``(len(values),)`` bool: whether some legal algorithm can have a knob at each value; one always can.
 
-        All are legal before the first `reset`, once the episode has ended, and for knobs that change no step's cost.
+        The constraints must allow it, whatever the other knobs are, and the budget pay a step with it. A knob that no
+        legal algorithm uses has one legal value.
         """
+        legal = self.space.knob_mask(name, tuple(values), self._legal_algorithms())
         if self._search is None or name not in COSTLY_KNOBS:
-            return np.ones(len(values), dtype=bool)
-        legal = np.array([self._search.pays_with(name, value) for value in values])
-        return legal if legal.any() else np.ones(len(values), dtype=bool)
+            return legal
+        paid = legal & np.array([on and self._search.pays_with(name, v) for on, v in zip(legal, values, strict=True)])
+        return paid if paid.any() else legal
+
+    def _legal_algorithms(self) -> tuple[str, ...]:
+        """Return the algorithms that are legal now; all of them where that is not yet, or no longer, asked."""
+        names = self.space.algorithms
+        if self._search is not None and self._search.ended() is None:
+            names = tuple(name for name, legal in self._search.legal().items() if legal)
+        return names
 
     def encode_recipe(self, recipe: Recipe | None) -> dict[str, Any]:
         """Return the action of a recipe (None is ``stop``); action wrappers answer in their own space."""
@@ -289,7 +299,8 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
 
     def _check_names(self, instance: int, task: InnerTask) -> None:
         built = task.built
-        if tuple(built.sources) != self.space.sources or built.benchmark.dimensions != self._dimensions:
+        missing = [name for name in self.space.sources if name not in built.sources]
+        if missing or built.benchmark.dimensions != self._dimensions:
             raise ValueError(
                 f"instance {instance}: sources {tuple(built.sources)} and dimensions {built.benchmark.dimensions} "
                 f"differ from the space's {self.space.sources} and {self._dimensions}; "
@@ -327,7 +338,9 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
             last[0] = self._last_row(search.outcomes[-1])
         inputs = ObservationInputs(
             parameters=np.array([float(self.trainer.parameters(search.task))]),
-            rows=np.array([[sum(map(len, source.rows.values())) for source in built.sources.values()]], dtype=float),
+            rows=np.array(
+                [[sum(map(len, built.sources[name].rows.values())) for name in self.space.sources]], dtype=float
+            ),
             available=np.array([[float(there) for there in search.available.values()]]),
             dimension_weights=np.array([[built.benchmark.weights[name] for name in self._dimensions]]),
             scores=np.array(

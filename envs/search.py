@@ -102,9 +102,12 @@ class Search(ProbedSearch):
         self._journal, self._episode, self._reuse = journal, episode, reuse
         self._answers: dict[str, RoundReport] = {}
         self._sources = {name: self._usable_sources(name) for name in space.algorithms}
-        self.available = {name: bool(sources) for name, sources in self._sources.items()}
-        if not any(self.available.values()):
+        self.available = {n: bool(found) and space.problems[n] is None for n, found in self._sources.items()}
+        if not any(self._sources.values()):
             raise ValueError(_nothing_to_train_on(task, space))
+        if not any(self.available.values()):
+            shown = "; ".join(f"{name}: {why}" for name, why in space.problems.items() if why is not None)
+            raise ValueError(f"task {task.name!r}: the decision space leaves no algorithm that can run; {shown}.")
         self._prices = Prices(trainer, task, space, self._sources, self.ledger)
         self._scoring = Scoring(trainer, task, self._prices)
         base = trainer.base(task)
@@ -251,6 +254,9 @@ class Search(ProbedSearch):
 
     def _refusal(self, recipe: Recipe) -> Failure | None:
         """Return why the round cannot run, found before anything is loaded or charged; None when it can."""
+        problem = self.space.problems[recipe.algorithm]
+        if problem is not None:
+            return failure("refused", 0, f"the decision space leaves {recipe.algorithm} out: {problem}"[:300])
         if not self.available[recipe.algorithm]:
             evidence = f"no source of the space has the rows {recipe.algorithm} trains on"
             return failure("no_data", 0, evidence)

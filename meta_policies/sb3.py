@@ -169,10 +169,7 @@ def space_fingerprint(env: gym.Env[Any, Any]) -> dict[str, Any]:
         **adjustments,
         "algorithms": list(space.algorithms),
         "sources": list(space.sources),
-        "parameters": {
-            n: {k: list(v) if isinstance(v, tuple) else v for k, v in vars(p).items()}
-            for n, p in space.parameters.items()
-        },
+        "parameters": {n: p.to_dict() for n, p in space.parameters.items()},
         "fixed": dict(space.fixed),
         "observation": observation,
     }

@@ -369,7 +369,7 @@ def test_actions_of_the_wrong_kind_are_refused(action: Any) -> None:
             {"space": DecisionSpace(("dpo",), ("left", "right"), {"dpo": ("left",)})},
             "space: the trainer has no algorithm 'dpo'",
         ),
-        ({"space": DecisionSpace(("sft",), ("left",), {"sft": ("left",)})}, r"sources \('left', 'right'\).*differ"),
+        ({"space": DecisionSpace(("sft",), ("west",), {"sft": ("west",)})}, r"sources \('left', 'right'\).*differ"),
     ],
 )
 def test_bad_settings_are_refused_when_the_environment_is_made(settings: dict[str, Any], message: str) -> None:

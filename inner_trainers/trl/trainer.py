@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -131,6 +132,26 @@ class TrlTrainer:
     def base(self, task: InnerTask) -> Checkpoint:
         """Return the task's base weights."""
         return Checkpoint("base", self._load(task).model.base_weights)
+
+    def training_rows(self, task: InnerTask, algorithm: str) -> dict[str, int]:
+        """Return source -> rows of the kind that ``algorithm`` trains on, for the sources that it can use."""
+        kind = ALGORITHMS[algorithm].rows
+        return {name: len(task.built.sources[name].rows[kind]) for name in self.usable_sources(task, algorithm)}
+
+    @property
+    def device_type(self) -> str:
+        """``"cpu"`` or ``"cuda"``."""
+        return str(self._ready()[0].type)
+
+    @property
+    def device_memory(self) -> float:
+        """Memory of the device in bytes: of the CUDA device, or of the machine."""
+        import torch
+
+        device, _ = self._ready()
+        if device.type == "cuda":
+            return float(torch.cuda.get_device_properties(device).total_memory)
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
     def parameters(self, task: InnerTask) -> int:
         """Return the number of parameters of the task's model."""
