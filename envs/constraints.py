@@ -1,16 +1,17 @@
-"""The grammar of constraints, such as ``if base_model_size < 3B then exclude ppo``: read into a tree, nothing executed.
+"""The grammar of constraints, such as ``if base_model_size < 3B then exclude ppo``: read into a tree, never executed.
 
-A constraint is ``if CONDITION then EFFECT``, or an effect alone. An effect is ``exclude NAME, ...`` (algorithms, starting
-checkpoints or sources) or a condition that must hold. A condition says:
+A constraint is ``if CONDITION then EFFECT``, or an effect alone. An effect is ``exclude NAME, ...`` (algorithms,
+starting checkpoints or sources) or a condition that must hold. A condition says:
 
 - numbers (``1e-4``, ``3B``; K, M, B, T stand for 10^3 to 10^12, KB, MB, GB, TB for bytes), knobs of the space,
   ``mix.SOURCE``, ``steps``, and the task's facts (`FACTS`; ``rows.SOURCE`` for one source);
 - ``+ - * /``, ``min(x, y)``, ``max(x, y)``, parentheses, comparisons ``< <= > >= == !=`` (chains too);
-- ``algorithm == grpo``, ``start != latest``, ``schedule in [linear, cosine]``, ``device == cpu``, ``batch_size in [16, 32]``;
+- ``algorithm == grpo``, ``start != latest``, ``device == cpu``, ``schedule in [linear, cosine]``,
+  ``batch_size in [16, 32]``;
 - ``and``, ``or``, ``not``.
 
-A name that holds something else than letters, digits, ``_`` and ``.`` is written in quotes. What a fact that is unknown would
-decide is left undecided: the constraint then takes nothing away.
+A name that holds something else than letters, digits, ``_`` and ``.`` is written in quotes. What a fact that is unknown
+would decide is left undecided: the constraint then takes nothing away.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class Node:
     """One part of a constraint.
 
     Attributes:
-        kind: ``number``, ``text``, ``name``, ``not``, ``and``, ``or``, ``compare``, ``in``, ``arithmetic``, ``negative``,
-            ``extreme`` or ``exclude``.
+        kind: ``number``, ``text``, ``name``, ``not``, ``and``, ``or``, ``compare``, ``in``, ``arithmetic``,
+            ``negative``, ``extreme`` or ``exclude``.
         value: the number, text or name, or the operator.
         parts: what it is made of.
         column: where it begins in the text, from 0.

@@ -1,10 +1,10 @@
 """How the settings of one algorithm are decided: in which order, which values are legal, and the nearest legal ones.
 
 The repair, in words: knobs are decided one after the other, each after those that its constraints mention. A knob whose
-value breaks a constraint moves to the nearest value that keeps all of them, given the knobs decided before. Where it has
-none, the knobs that share constraints with it are decided again together: the first choices by distance that fit
-together. Only where none is found near (`SEARCH_LIMIT` trials) are these, the start and the mix put to the settings that
-were found legal when the space was made.
+value breaks a constraint moves to the nearest value that keeps all of them, given the knobs decided before. Where it
+has none, the knobs that share constraints with it are decided again together: the first choices by distance that fit
+together. Only where none is found near (`SEARCH_LIMIT` trials) are these, the start and the mix put to the settings
+that were found legal when the space was made.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ class DecisionSpace:
         sources: source names, in the order of the mix coordinates; others of a task have weight 0.
         usable: algorithm -> the sources that have the rows it trains on. An algorithm without any is never legal, and
             its mix is over all sources.
-        parameters: recipe field -> its knob, in sorted order. ``epochs``, an integer knob, stands for ``steps``: they are
-            what that many passes over the mix's rows take.
+        parameters: recipe field -> its knob, in sorted order. ``epochs``, an integer knob, stands for ``steps``: they
+            are what that many passes over the mix's rows take.
         fixed: recipe fields that every recipe shares.
         mix_bounds: source -> lower and upper bound of its weight, multiples of 1 / `MIX_GRID`; others are in [0, 1].
         conditions: knob -> when it is used, such as ``"algorithm in [grpo, ppo]"``; where it is not, the recipe has
@@ -172,7 +172,7 @@ class DecisionSpace:
             values["mix_bounds"] = {name: (low, high) for name, (low, high) in data["mix_bounds"].items()}
         return cls(**values)
 
-    # What is checked ----------------------------------------------------------------------------------------------------
+    # What is checked --------------------------------------------------------------------------------------------------
 
     def _usable_in_order(self, algorithm: str) -> tuple[str, ...]:
         if algorithm not in self.usable:
@@ -222,9 +222,8 @@ class DecisionSpace:
     def _checked_defaults(self) -> dict[str, Any]:
         for name, value in self.defaults.items():
             if name not in self.parameters:
-                raise ValueError(
-                    f"decision space: defaults has {name!r}, which is no parameter.{did_you_mean(name, self.parameters)}"
-                )
+                hint = did_you_mean(name, self.parameters)
+                raise ValueError(f"decision space: defaults has {name!r}, which is no parameter.{hint}")
             try:
                 self.parameters[name].encode(value)
             except (ValueError, TypeError) as error:
@@ -234,9 +233,8 @@ class DecisionSpace:
     def _checked_conditions(self) -> dict[str, str]:
         for name in self.conditions:
             if name not in self.parameters:
-                raise ValueError(
-                    f"decision space: conditions has {name!r}, which is no parameter.{did_you_mean(name, self.parameters)}"
-                )
+                hint = did_you_mean(name, self.parameters)
+                raise ValueError(f"decision space: conditions has {name!r}, which is no parameter.{hint}")
         return dict(self.conditions)
 
     @property
@@ -258,7 +256,7 @@ class DecisionSpace:
             return tuple(int(value) for value in self.parameters[name].values())
         return (int(self.fixed.get(name, _KNOBS[name])),)
 
-    # Plans --------------------------------------------------------------------------------------------------------------
+    # Plans ------------------------------------------------------------------------------------------------------------
 
     @cached_property
     def _parts(self) -> SpaceParts:
@@ -317,7 +315,7 @@ class DecisionSpace:
         """Algorithm -> why no recipe of it keeps the constraints; None where some do."""
         return {name: plan.problem for name, plan in self._plans.items()}
 
-    # Masks --------------------------------------------------------------------------------------------------------------
+    # Masks ------------------------------------------------------------------------------------------------------------
 
     @cached_property
     def _masks(self) -> SpaceMasks:
@@ -326,6 +324,15 @@ class DecisionSpace:
     def start_mask(self, algorithms: Sequence[str]) -> np.ndarray:
         """Return ``(3,)`` bool: the starts that some of the algorithms can have."""
         return self._masks.starts(algorithms)
+
+    def action_mask(self, payable: Collection[str] | None = None) -> np.ndarray:
+        """Return ``(1 + algorithms + 3,)`` bool: the legal choices of ``algorithm``, ``stop`` first, and of ``start``.
+
+        Args:
+            payable: algorithms that the budget pays and the task has rows for; None for all.
+        """
+        legal = [n for n in self.algorithms if self.problems[n] is None and (payable is None or n in payable)]
+        return np.concatenate([[True], [name in legal for name in self.algorithms], self.start_mask(legal)])
 
     def knob_mask(self, name: str, values: Sequence[Any], algorithms: Sequence[str]) -> np.ndarray:
         """Return ``(len(values),)`` bool: the values that some of the algorithms can have; see `SpaceMasks.knob`."""
@@ -362,7 +369,7 @@ class DecisionSpace:
         """Return the masks of many searches on one task; see `space_batch.mask_batch`."""
         return mask_batch(self, payable)
 
-    # The task -----------------------------------------------------------------------------------------------------------
+    # The task ---------------------------------------------------------------------------------------------------------
 
     @property
     def needs_facts(self) -> bool:
@@ -402,7 +409,7 @@ class DecisionSpace:
                         found.append((algorithm, name, choice, recipe))
         return found
 
-    # Cheap recipes ------------------------------------------------------------------------------------------------------
+    # Cheap recipes ----------------------------------------------------------------------------------------------------
 
     def cheapest_recipes(self, algorithm: str, sources: Sequence[str], **held: Any) -> list[Recipe]:
         """Return recipes of which one has the cheapest optimiser steps over a mix of all ``sources``.
@@ -440,7 +447,7 @@ class DecisionSpace:
             values[EPOCHS] = self._epochs_of(recipe)
         return self._decided(recipe.algorithm, recipe.start, recipe.mix, {**values, **changes})
 
-    # Actions --------------------------------------------------------------------------------------------------------------
+    # Actions ----------------------------------------------------------------------------------------------------------
 
     @property
     def width(self) -> int:
@@ -609,7 +616,7 @@ class DecisionSpace:
         broken = [text for text in plan.broken(slots) if text in self.constraints or "refuses" in text]
         return f"recipe: it breaks the constraint {broken[0]!r}." if broken else None
 
-    # Recipes --------------------------------------------------------------------------------------------------------------
+    # Recipes ----------------------------------------------------------------------------------------------------------
 
     def to_vector(self, recipe: Recipe) -> np.ndarray:
         """Return ``(width,)`` float32 in [-1, 1]: one-hot algorithm, one-hot start, mix weights, coordinates."""

@@ -1,4 +1,4 @@
-"""One knob of a recipe and its coordinate in [-1, 1]: ranges, scales, choices; one value at a time or arrays of them."""
+"""One knob of a recipe and its coordinate in [-1, 1]: ranges, scales, choices; single values and arrays of them."""
 
 from __future__ import annotations
 

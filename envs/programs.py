@@ -1,7 +1,7 @@
 """Compiles the trees of constraints into closures that take single values and arrays alike.
 
-A closure reads a list of slots: the start, the weight of each source, the value of each knob (the position of the choice
-where choices are names). What is known before (the algorithm, the task's facts) is folded into it.
+A closure reads a list of slots: the start, the weight of each source, the value of each knob (the position of the
+choice where choices are names). What is known before (the algorithm, the task's facts) is folded into it.
 """
 
 from __future__ import annotations

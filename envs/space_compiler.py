@@ -176,8 +176,8 @@ class SpaceCompiler:
     def _steps(self, algorithm: str) -> Program | None:
         """Return the program of the optimiser steps that epochs come to; None where steps are decided themselves.
 
-        ``ceil(epochs x rows / rows per step)``: the rows are those of the mix's sources that the algorithm trains on, the
-        rows per step the batch, or the prompts of a batch where completions of one prompt are grouped.
+        ``ceil(epochs x rows / rows per step)``: the rows are those of the mix's sources that the algorithm trains on,
+        the rows per step the batch, or the prompts of a batch where completions of one prompt are grouped.
         """
         parts, slots = self._parts, self._slots
         if EPOCHS not in parts.parameters or parts.facts is None:
@@ -211,7 +211,7 @@ class SpaceCompiler:
         slot = self._slots[name]
         return Program(lambda values: values[slot], frozenset([name]))
 
-    # Order --------------------------------------------------------------------------------------------------------------
+    # Order ------------------------------------------------------------------------------------------------------------
 
     def _decision_order(self) -> list[str]:
         """Return the knobs so that each comes after those that what bounds it mentions, as far as that is possible."""
@@ -257,7 +257,7 @@ class SpaceCompiler:
                     return str(node.value)
         return None
 
-    # Checks -------------------------------------------------------------------------------------------------------------
+    # Checks -----------------------------------------------------------------------------------------------------------
 
     def _knob(self, name: str, scope: Scope, refused: Mapping[Any, str]) -> Knob:
         parameter = self._parts.parameters[name]
@@ -307,7 +307,7 @@ class SpaceCompiler:
         return None
 
     def _excluded(self, clause: _Clause, algorithm: str, mix_rules: list[MixRule], scope: Scope) -> Iterable[_Clause]:
-        """Yield an exclusion of algorithms and starts as something that must not hold; add that of sources to the mix."""
+        """Yield what excluding algorithms and starts asks to hold; add excluded sources to the rules of the mix."""
         parts = self._parts
         for node in clause.effect.parts:
             name = str(node.value)

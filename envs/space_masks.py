@@ -28,7 +28,7 @@ class SpaceMasks:
         self._knobs: dict[Any, np.ndarray] = {}
 
     def starts(self, algorithms: Sequence[str]) -> np.ndarray:
-        """Return ``(3,)`` bool: the starts that some of the algorithms can have; all those allowed when none is given."""
+        """Return ``(3,)`` bool: the starts that some of the algorithms can have; all allowed ones for none."""
         key = tuple(algorithms)
         if key not in self._starts:
             allowed = {start for name in key for start in self._plan(name).starts}

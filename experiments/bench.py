@@ -13,6 +13,7 @@ from typing import Any
 from ..inner_trainers.messages import did_you_mean
 from .bench_in_loop import PAIRS, bench_in_loop
 from .bench_rounds import bench_long_round, bench_rollouts
+from .bench_space import bench_space
 
 STEPS, BATCH, RATE = 20, 32, 3e-4
 INSTANCE, REPEATS = 0, 5
@@ -215,6 +216,7 @@ def bench_import(repeats: int) -> dict[str, Any]:
 BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "import": bench_import,
     "in-loop": bench_in_loop,
+    "space": bench_space,
     "memory": bench_memory,
     "rollouts": bench_rollouts,
     "round": bench_round,
