@@ -149,7 +149,9 @@ class Knob:
         """Return the next value on the grid."""
         if self.parameter.integer:
             return int(min(self.parameter.high, max(self.parameter.low, value + direction)))
-        step = 10.0 ** (math.floor(math.log10(abs(value))) - 3) if value else 1e-4
+        step = 1e-4
+        if value:  # just below a power of ten the grid is ten times as fine
+            step = 10.0 ** (math.floor(math.log10(abs(value + direction * 1e-6 * abs(value)))) - 3)
         return self.parameter.on_grid(value + direction * step)
 
     def candidates(self, slots: list[Any]) -> list[Any]:

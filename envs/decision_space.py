@@ -658,16 +658,10 @@ class DecisionSpace:
                 raise ValueError(f"{name}: {error}.") from error
         recipe = self._decided(algorithm, start, None if mix is None else asked.mix, values, keep_mix=mix is not None)
         self.encode(recipe)
-        for name in checked:
-            got = getattr(recipe, name)
-            if (
-                got != getattr(asked, name)
-                and (self.constraints or self.conditions)
-                and name not in ("num_generations", "batch_size", "warmup_steps")
-            ):
-                raise ValueError(
-                    f"{name}: {getattr(asked, name)!r} is not legal with the other settings; {got!r} would be."
-                )
+        if self.constraints or self.conditions:
+            wanted = {n: getattr(asked, n) for n in checked if n != "warmup_steps"}
+            if any(getattr(recipe, name) != value for name, value in wanted.items()):
+                self.encode(replace(recipe, **wanted))  # says which constraint moved it; fitting groups may
         return recipe
 
     def random_recipe(self, rng: np.random.Generator, legal: Sequence[str] | None = None) -> Recipe:
