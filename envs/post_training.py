@@ -21,8 +21,9 @@ from .budget import Budget
 from .decision_space import COSTLY_KNOBS, STOP, DecisionSpace
 from .journal import Journal
 from .observation import CHECKPOINTS, LOSS_SCALE, SCORE_COLUMNS, ObservationInputs, ObservationLayout, observe
-from .reward import RewardSettings, round_reward
+from .reward import round_reward
 from .search import Outcome, Search
+from .space_file import SpaceFile, resolve_space
 
 SPLIT_SEEDS = {"train": "train_seeds", "test": "test_seeds"}
 
@@ -41,12 +42,15 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
         split: ``"train"`` or ``"test"``: which of the family's instance seeds episodes draw from.
         instances: instance seeds to draw from instead.
         trainer: an `InnerTrainer`; None for the task's own, else TRL.
-        budget: a `Budget`, a mapping of its fields, or a limit in train tokens.
-        space: what may be tried; None for the default space of the family and the trainer.
+        budget: a `Budget`, a mapping of its fields, or a limit in train tokens; None for that of ``space``, if it is a
+            file that has one, else the default.
+        space: what may be tried: a `DecisionSpace`, a YAML file (`docs/decision_space.md`) by name, or its content as a
+            mapping; None for the default space of the family and the trainer. The file's budget, evaluator, price and
+            failure penalty are used where the argument is not given, its evaluator where no trainer is.
         evaluator: settings of the TRL trainer's `Evaluator`; refused when the trainer is another one.
         faults: settings of the TRL trainer's `FaultPolicy`; refused when the trainer is another one.
-        price: reward taken for spending the whole budget, in [0, 100].
-        failure_penalty: reward taken for a failed round, in [0, 100].
+        price: reward taken for spending the whole budget, in [0, 100]; by default 0.1.
+        failure_penalty: reward taken for a failed round, in [0, 100]; by default 0.1.
         history: rounds kept in the observation, in [1, 100].
         reuse: whether an equal round of the same episode is answered from memory at cost 0.
         journal: folder (or `Journal`) where finished rounds are written and, after a restart, read back.
@@ -67,11 +71,11 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
         instances: Sequence[int] | None = None,
         trainer: InnerTrainer | None = None,
         budget: Budget | Mapping[str, Any] | float | None = None,
-        space: DecisionSpace | None = None,
+        space: DecisionSpace | SpaceFile | Mapping[str, Any] | str | Path | None = None,
         evaluator: Mapping[str, Any] | None = None,
         faults: Mapping[str, Any] | None = None,
-        price: float = 0.1,
-        failure_penalty: float = 0.1,
+        price: float | None = None,
+        failure_penalty: float | None = None,
         history: int = 4,
         reuse: bool = True,
         journal: str | Path | Journal | None = None,
@@ -83,18 +87,24 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
             raise ValueError(f"split: unknown {split!r}.{did_you_mean(str(split), SPLIT_SEEDS)}")
         self.render_mode = render_mode
         self.family = resolve_task(task)
-        self.budget = Budget.from_any(budget)
-        self.reward_settings = RewardSettings(price, failure_penalty)
+        given = resolve_space(
+            space,
+            budget=budget,
+            evaluator=evaluator,
+            price=price,
+            failure_penalty=failure_penalty,
+            own_evaluator=trainer is not None,
+        )
+        self.budget, self.reward_settings = given.budget, given.reward
         self.instances = getattr(self.family, SPLIT_SEEDS[split]) if instances is None else _checked_seeds(instances)
         if not isinstance(reuse, bool):
             raise ValueError(f"reuse: expected True or False, got {reuse!r}.")
         if isinstance(journal, str) and not journal:
             raise ValueError("journal: expected the name of a folder, got ''.")
         first = self.family.instance(self.instances[0])
-        self.trainer = _trainer_for(first, trainer, {"evaluator": evaluator, "faults": faults})
-        if space is not None and not isinstance(space, DecisionSpace):
-            raise ValueError(f"space: expected a DecisionSpace or None, got {space!r}.")
-        self.space = (space if space is not None else self._space_of(first)).bound_to(first, self.trainer)
+        self.trainer = _trainer_for(first, trainer, {"evaluator": given.evaluator, "faults": faults})
+        own = given.decision_space(first, self.trainer)
+        self.space = (self._space_of(first) if own is None else own).bound_to(first, self.trainer)
         for name in self.space.algorithms:
             if name not in self.trainer.algorithms:
                 raise ValueError(
