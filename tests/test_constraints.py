@@ -284,7 +284,7 @@ def test_mixes_keep_their_bounds() -> None:
     made = space(mix_bounds=BOUNDS)
     assert nearest(made, "sft", mix=[1, -1, -1]).mix == {"code": 0.4, "general": 0.3, "math": 0.3}
     assert nearest(made, "sft", mix=[-1, -1, 1]).mix == {"code": 0.25, "general": 0.25, "math": 0.5}
-    with pytest.raises(ValueError, match=r"mix.math: 0.9 is outside \[0.1, 0.5\]"):
+    with pytest.raises(ValueError, match=r"mix.general: 0 is outside \[0.2, 0.6\]"):
         made.recipe("sft", mix={"math": 0.9, "code": 0.1})
 
 
