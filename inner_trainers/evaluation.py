@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +31,8 @@ class Evaluator:
         k: the ``k`` of pass@k, at most the completions per item.
         temperature: sampling temperature.
         batch_sequences: completions sampled at once.
+        stratified: whether the items of quick evaluations are taken from the dimensions in turn, so that each has its
+            share, or else drawn from all validation items alike; see `smaller_benchmark`.
     """
 
     seeds: tuple[int, ...] = (0, 1)
@@ -38,6 +40,7 @@ class Evaluator:
     k: int = 8
     temperature: float = 1.0
     batch_sequences: int = 1024
+    stratified: bool = True
 
     def __post_init__(self) -> None:
         """Check the settings.
@@ -55,16 +58,30 @@ class Evaluator:
         require_integer("evaluator.k", self.k, low=1, high=self.samples)
         require_number("evaluator.temperature", self.temperature, low=0, high=10, low_open=True)
         require_integer("evaluator.batch_sequences", self.batch_sequences, low=1, high=1_000_000)
+        if not isinstance(self.stratified, bool):
+            raise ValueError(f"evaluator.stratified: expected true or false, got {self.stratified!r}.")
 
     @property
     def samples(self) -> int:
         """Completions per item."""
         return len(self.seeds) * self.samples_per_seed
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Plain JSON types: what tells two evaluators apart."""
+        settings = {**asdict(self), "seeds": list(self.seeds)}
+        if self.stratified:
+            del settings["stratified"]  # as journals of before there was a choice have it
+        return settings
+
     def quick(self) -> Evaluator:
         """Return the evaluator of quick evaluations: the first seed, at most `QUICK_SAMPLES` completions per item."""
         samples = min(QUICK_SAMPLES, self.samples_per_seed)
         return replace(self, seeds=self.seeds[:1], samples_per_seed=samples, k=min(self.k, samples))
+
+    def quick_benchmark(self, benchmark: Benchmark, items: int) -> Benchmark:
+        """Return the benchmark of quick evaluations on ``items`` validation items; see `smaller_benchmark`."""
+        return smaller_benchmark(benchmark, items, None if self.stratified else self.seeds[0])
 
     def evaluate(
         self, model: Any, tokenizer: Any, benchmark: Benchmark, split: str, chat: ChatFormat | None = None
@@ -140,15 +157,32 @@ class Evaluator:
         )
 
 
-def smaller_benchmark(benchmark: Benchmark, items: int) -> Benchmark:
-    """Return the benchmark with its first ``items`` validation items, taken from its dimensions in turn.
+def smaller_benchmark(benchmark: Benchmark, items: int, seed: int | None = None) -> Benchmark:
+    """Return the benchmark with ``items`` of its validation items.
 
-    Each dimension keeps one at least, so there may be more than ``items``.
+    Args:
+        benchmark: the whole.
+        items: how many, at least 1.
+        seed: None takes the first items of each dimension in turn, and one of each at least, so there may be more than
+            ``items``. A seed draws them from all items alike, without replacement and in their order: a dimension of
+            which none is drawn is left out, and the weights of the others are scaled to sum to 1.
     """
-    by_dimension = [[i for i in benchmark.validation if i.dimension == name] for name in benchmark.dimensions]
-    longest = max(map(len, by_dimension))
-    in_turn = [found[rank] for rank in range(longest) for found in by_dimension if rank < len(found)]
-    return replace(benchmark, validation=in_turn[: max(items, len(by_dimension))])
+    if seed is None:
+        by_dimension = [[i for i in benchmark.validation if i.dimension == name] for name in benchmark.dimensions]
+        longest = max(map(len, by_dimension))
+        in_turn = [found[rank] for rank in range(longest) for found in by_dimension if rank < len(found)]
+        return replace(benchmark, validation=in_turn[: max(items, len(by_dimension))])
+    count = len(benchmark.validation)
+    places = np.random.default_rng(seed).choice(count, size=min(items, count), replace=False)
+    drawn = [benchmark.validation[place] for place in sorted(places)]
+    kept = {item.dimension for item in drawn}
+    total = math.fsum(benchmark.weights[name] for name in kept)
+    return replace(
+        benchmark,
+        weights={name: weight / total for name, weight in benchmark.weights.items() if name in kept},
+        validation=drawn,
+        test=[item for item in benchmark.test if item.dimension in kept],
+    )
 
 
 def summarise_dimension(scores: np.ndarray, formed: np.ndarray, k: int) -> DimensionScore:

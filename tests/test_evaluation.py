@@ -28,6 +28,7 @@ from posttrain_gym.inner_trainers.base import Scorecard
 from posttrain_gym.inner_trainers.evaluation import (
     Evaluator,
     completion_flags,
+    smaller_benchmark,
     summarise_dimension,
     unbiased_pass_at_k,
 )
@@ -397,3 +398,50 @@ def test_a_scorer_that_raises_or_exits_is_one_fault_that_names_item_and_line(
         Evaluator(seeds=(0,), samples_per_seed=1, k=1).evaluate(
             model, tokenizer, benchmark(**{part: broken}), "validation"
         )
+
+
+def test_quick_items_are_drawn_from_all_alike_where_they_are_not_stratified() -> None:
+    names = ["a"] * 90 + ["b"] * 9 + ["c"]
+    items = [Item(f"q{place}", name) for place, name in enumerate(names)]
+    whole = Benchmark(
+        {"a": 0.5, "b": 0.25, "c": 0.25}, items, [Item(f"t{name}", name) for name in "abc"], lambda item, text: 0.0
+    )
+    in_turn = Evaluator().quick_benchmark(whole, 10)
+    assert [item.dimension for item in in_turn.validation] == ["a", "b", "c", "a", "b", "a", "b", "a", "b", "a"]
+    drawn = Evaluator(stratified=False).quick_benchmark(whole, 10)
+    assert len(drawn.validation) == 10
+    assert [item.prompt for item in drawn.validation] == [
+        items[place].prompt for place in sorted(np.random.default_rng(0).choice(100, size=10, replace=False))
+    ]
+    assert Evaluator(stratified=False, seeds=(5,), k=4).quick_benchmark(whole, 10).validation != drawn.validation
+    shares = np.mean(
+        [
+            [item.dimension == "a" for item in smaller_benchmark(whole, 10, seed).validation].count(True)
+            for seed in range(200)
+        ]
+    )
+    assert shares == pytest.approx(9.0, abs=0.2)  # 90 of 100 items, where taking turns gives 4
+    everything = smaller_benchmark(whole, 1000, 0)
+    assert (list(everything.validation), dict(everything.weights)) == (items, dict(whole.weights))
+
+
+def test_dimensions_of_which_no_quick_item_is_drawn_leave_their_weight_to_the_others() -> None:
+    items = [Item(f"q{place}", "a" if place < 99 else "b") for place in range(100)]
+    whole = Benchmark({"a": 0.2, "b": 0.8}, items, [Item("ta", "a"), Item("tb", "b")], lambda item, text: 0.0)
+    seed = next(s for s in range(100) if 99 not in np.random.default_rng(s).choice(100, size=3, replace=False))
+    smaller = smaller_benchmark(whole, 3, seed)
+    assert dict(smaller.weights) == {"a": 1.0}
+    assert [item.prompt for item in smaller.test] == ["ta"]
+
+
+def test_the_settings_of_an_evaluator_name_only_what_was_chosen_since() -> None:
+    assert Evaluator().settings == {
+        "seeds": [0, 1],
+        "samples_per_seed": 4,
+        "k": 8,
+        "temperature": 1.0,
+        "batch_sequences": 1024,
+    }
+    assert Evaluator(stratified=False).settings["stratified"] is False
+    with pytest.raises(ValueError, match=r"evaluator\.stratified: expected true or false, got 'no'"):
+        Evaluator(stratified="no")  # type: ignore[arg-type]

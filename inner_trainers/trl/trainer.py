@@ -7,12 +7,12 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base import Checkpoint, Cost, Limit, Scorecard, TrainingSession, round_id
-from ..evaluation import Evaluator, smaller_benchmark
+from ..evaluation import Evaluator
 from ..fault_policy import FaultPolicy
 from ..faults import FaultWatch
 from ..messages import did_you_mean, require_integer
@@ -99,10 +99,9 @@ class TrlTrainer:
     def fingerprint(self) -> Mapping[str, Any]:
         """Settings of the evaluator, precision, kind of device, fault policy, TF32 and vLLM."""
         device, precision = self._ready()
-        evaluator = {**asdict(self.evaluator), "seeds": list(self.evaluator.seeds)}
         return {
             "trainer": "TrlTrainer",
-            "evaluator": evaluator,
+            "evaluator": self.evaluator.settings,
             "precision": precision,
             "device": device.type,
             "fault_policy": self.fault_policy.to_dict(),
@@ -179,7 +178,7 @@ class TrlTrainer:
 
     def _quick_benchmark(self, resident: _Resident, items: int) -> Benchmark:
         if items not in resident.quick_benchmarks:
-            resident.quick_benchmarks[items] = smaller_benchmark(resident.task.built.benchmark, items)
+            resident.quick_benchmarks[items] = self.evaluator.quick_benchmark(resident.task.built.benchmark, items)
         return resident.quick_benchmarks[items]
 
     def _sampling_bound(
