@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
@@ -133,6 +134,7 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
         self._owns_journal = self._journal is not journal
         self._episode = -1
         self._search: Search | None = None
+        self._run_round: Callable[[Search, Recipe], Outcome] | None = None
         self._instance = self.instances[0]
 
     @property
@@ -207,6 +209,15 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
         info["flags"] = list(completion_flags(search.scorecards["base"]))
         return self._observation(), info
 
+    @contextmanager
+    def rounds_run_by(self, run: Callable[[Search, Recipe], Outcome]) -> Iterator[None]:
+        """Let ``run`` take a recipe's round to its settled end, instead of `Search.run`, within a ``with`` block."""
+        held, self._run_round = self._run_round, run
+        try:
+            yield
+        finally:
+            self._run_round = held
+
     def _search_began(self) -> None:
         """Do what an environment of another kind does first in an episode."""
 
@@ -229,7 +240,8 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
         if recipe is None:
             search.stopped = True
             return self._observation(), 0.0, True, False, self._info(None)
-        outcome = search.run(search.fitted(recipe))
+        recipe = search.fitted(recipe)
+        outcome = search.run(recipe) if self._run_round is None else self._run_round(search, recipe)
         reward = self._reward(outcome, outcome.charged)
         return self._observation(), reward, search.closed() is not None, False, self._info(outcome)
 
