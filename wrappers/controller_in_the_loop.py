@@ -24,7 +24,7 @@ class ControllerInTheLoop(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConst
     it decides is applied before the next step. A controller that raises, or whose decision is none or cannot be
     applied, is not asked again in that round; the round goes on unadjusted and its report is flagged. What a controller
     would do before the first step (`opening` of schedules that warm up) is left out. Rounds are journalled with their
-    decisions and repeated from there; as with every adjusted round, an equal one is trained again, not answered from memory.
+    decisions and repeated from there. An equal round is trained again, as every adjusted one, not answered from memory.
 
     Action, observation, masks and reward are those of the environment below. ``info["controller"]`` has the name, how
     often it was asked, how many adjustments were applied, and why it was given up; ``info["round"]["adjustments"]``
