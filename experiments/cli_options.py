@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,7 @@ import typer
 from .cli_output import say
 
 if TYPE_CHECKING:
+    from ..inner_trainers.tasks import TaskFamily
     from .settings import EnvSettings
 
 MANY = 10_000
@@ -41,6 +43,13 @@ Instances = Annotated[
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="Trained policies take their likeliest action instead of sampling.")
 ]
+Space = Annotated[
+    Path | None,
+    typer.Option(
+        "--space",
+        help="Decision-space file: what may be tried. Its budget, evaluator and price hold where no option is given.",
+    ),
+]
 Seeds = Annotated[str, typer.Option("--seeds", help="Episode seeds, e.g. 0,1,2 or 0-4.")]
 
 
@@ -55,21 +64,26 @@ def environment_settings(
     samples: int,
     devices: str,
     faults: Mapping[str, Any],
+    space: Path | None = None,
+    given: Collection[str] = (),
 ) -> EnvSettings:
-    """Return the settings of the environments that a command's options ask for."""
+    """Return the settings of the environments that a command's options ask for.
+
+    A decision-space file holds against options that are not ``given`` and have their default.
+    """
     from ..envs.budget import Budget
     from ..envs.reward import RewardSettings
     from ..inner_trainers.evaluation import Evaluator
     from ..inner_trainers.tasks import resolve_task
     from .settings import EnvSettings
 
-    resolve_task(task)
+    family = resolve_task(task)
     RewardSettings(price=price)
     if samples < 1:
         raise ValueError(f"--samples: expected at least 1, got {samples}.")
     evaluator: dict[str, Any] = {"samples_per_seed": samples, "k": min(8, 2 * samples)}
     Evaluator(**evaluator)
-    return EnvSettings(
+    settings = EnvSettings(
         task=task,
         split=split,
         budget=Budget(budget, unit, max_rounds, patience),
@@ -78,6 +92,58 @@ def environment_settings(
         faults=faults,
         devices=tuple(d.strip() for d in devices.split(",") if d.strip()),
     )
+    return settings if space is None else _with_space(settings, space, family, given)
+
+
+def _with_space(settings: EnvSettings, path: Path, family: TaskFamily, given: Collection[str]) -> EnvSettings:
+    """Return the settings with a decision-space file; options that were given on the command line win over it."""
+    from ..envs.space_file import load_space_file
+    from ..inner_trainers.evaluation import Evaluator
+
+    file = load_space_file(path)
+    budget, own = settings.budget, file.budget()
+    if own is not None:
+        if "unit" in given and "budget" not in given:
+            raise ValueError(f"--unit: the limit in {path} is in {own.unit}; give --budget too.")
+        names = {"limit": "budget", "unit": "unit", "max_rounds": "max_rounds", "patience": "patience"}
+        budget = replace(budget, **{field: getattr(own, field) for field, name in names.items() if name not in given})
+    evaluator = dict(settings.evaluator)
+    chosen = file.evaluator_settings()
+    if chosen is not None:
+        samples = evaluator["samples_per_seed"]
+        evaluator = chosen
+        if "samples" in given:
+            asked = file.evaluator_section.k if file.evaluator_section is not None else None
+            most = samples * len(chosen.get("seeds", Evaluator.seeds))
+            evaluator = {**chosen, "samples_per_seed": samples, "k": min(Evaluator.k if asked is None else asked, most)}
+    reward = file.reward()
+    settings = replace(
+        settings,
+        budget=budget,
+        evaluator=evaluator,
+        price=settings.price if "price" in given else reward.get("price", settings.price),
+        failure_penalty=reward.get("failure_penalty", settings.failure_penalty),
+        space=file.to_dict(),
+    )
+    # what is wrong for this task is refused with its line here, where the file is known
+    file.decision_space(family.instance(family.train_seeds[0]), settings.trainer())
+    return settings
+
+
+def given_options(context: typer.Context) -> set[str]:
+    """Return the names of a command's options that were given, by their Python names."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+
+
+def refuse_space_of_recipe(env: str, space: Path | None) -> None:
+    """Refuse a decision-space file where every round has the recipe that is given.
+
+    Raises:
+        ValueError: both are given.
+    """
+    if env == "in-loop" and space is not None:
+        raise ValueError("--space: with --env in-loop every round has the recipe of --recipe; leave it out.")
 
 
 def fault_settings(on_fault: list[str] | None, max_round_seconds: float | None) -> dict[str, Any]:

@@ -26,14 +26,17 @@ from .cli_options import (
     RoundSeconds,
     Samples,
     Seeds,
+    Space,
     Task,
     Unit,
     Workers,
     environment_settings,
     fault_settings,
+    given_options,
     instances_of,
     integers,
     note_seen,
+    refuse_space_of_recipe,
 )
 from .cli_output import print_comparison, print_json, say
 from .progress import ProgressDisplay, episode_line
@@ -45,11 +48,16 @@ def demo(
     instances: Annotated[int, typer.Option(min=1, help="Unseen instances of the comparison.")] = 10,
     seeds: Annotated[int, typer.Option(min=1, help="Episodes per policy and instance.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of meta-training.")] = 0,
+    space: Annotated[
+        Path | None, typer.Option("--space", help="Decision-space file; the demo keeps its own budget.")
+    ] = None,
 ) -> None:
     """Train a meta-policy on real rounds, compare it with heuristics at equal budget, leave a report."""
+    from ..envs.space_file import load_space_file
     from .demo import DemoSettings, run_demo
 
-    settings = DemoSettings(train_rounds=rounds, instances=instances, seeds=seeds, seed=seed)
+    content = None if space is None else load_space_file(space).to_dict()
+    settings = DemoSettings(train_rounds=rounds, instances=instances, seeds=seeds, seed=seed, space=content)
     with ProgressDisplay() as progress:
         report, comparison = run_demo(
             settings,
@@ -64,6 +72,7 @@ def demo(
 
 
 def train(
+    context: typer.Context,
     out: Annotated[Path, typer.Option(help="Run folder.")],
     task: Task = "letters",
     env: Env = "recipe",
@@ -84,6 +93,7 @@ def train(
     devices: Devices = "",
     on_fault: OnFault = None,
     max_round_seconds: RoundSeconds = None,
+    space: Space = None,
 ) -> None:
     """Train a meta-policy with Stable-Baselines3 on real rounds."""
     from ..meta_policies.sb3 import sb3_algorithm
@@ -93,16 +103,30 @@ def train(
 
     sb3_algorithm(algo)
     in_loop = in_loop_settings(env, recipe, interval, shaping)
+    refuse_space_of_recipe(env, space)
     faults = fault_settings(on_fault, max_round_seconds)
     environment = environment_settings(
-        task, "train", budget, unit, max_rounds, patience, price, samples, devices, faults
+        task,
+        "train",
+        budget,
+        unit,
+        max_rounds,
+        patience,
+        price,
+        samples,
+        devices,
+        faults,
+        space,
+        given_options(context),
     )
     settings = TrainSettings(replace(environment, in_loop=in_loop), algo, rounds, envs, seed)
     with ProgressDisplay() as progress:
         progress.stage(f"training {algo} on {task}: {rounds} decisions, {envs} environment(s), run folder {out}")
         policy, episodes = run(settings, out, resume=resume, on_round=progress.round)
-    budget_options = ["--task", task, "--budget", f"{budget:g}", "--unit", unit]
-    budget_options += ["--max-rounds", str(max_rounds), "--patience", str(patience)]
+    limit = environment.budget
+    budget_options = ["--task", task, "--budget", f"{limit.limit:g}", "--unit", limit.unit]
+    budget_options += ["--max-rounds", str(limit.max_rounds), "--patience", str(limit.patience)]
+    budget_options += [] if space is None else ["--space", str(space)]
     say(f"policy: {policy}  ({len(episodes)} episodes)")
     say(f"curves: tensorboard --logdir {shlex.quote(str(out / 'tensorboard'))}")
     if in_loop is None:
@@ -114,6 +138,7 @@ def train(
 
 
 def evaluate(
+    context: typer.Context,
     policy: Annotated[str, typer.Argument(help="Heuristic by name, fixed:FILE.yaml, or the .zip of a trained policy.")],
     task: Task = "letters",
     env: Env = "recipe",
@@ -130,6 +155,7 @@ def evaluate(
     devices: Devices = "",
     on_fault: OnFault = None,
     max_round_seconds: RoundSeconds = None,
+    space: Space = None,
     deterministic: Deterministic = False,
     as_json: Json = False,
 ) -> None:
@@ -142,11 +168,12 @@ def evaluate(
     check_policy_name(policy)
     (label,) = policy_labels([policy])
     in_loop = in_loop_settings(env, recipe, interval, shaping=False)
+    refuse_space_of_recipe(env, space)
     if in_loop is not None:
         require_adjusting_policy(policy, env)
     faults = fault_settings(on_fault, max_round_seconds)
     environment = environment_settings(
-        task, "test", budget, unit, max_rounds, patience, price, samples, devices, faults
+        task, "test", budget, unit, max_rounds, patience, price, samples, devices, faults, space, given_options(context)
     )
     environment = replace(environment, in_loop=in_loop)
     results = []
@@ -163,6 +190,7 @@ def evaluate(
 
 
 def compare(
+    context: typer.Context,
     policies: Annotated[
         list[str], typer.Argument(help="Heuristics by name, recipes as fixed:FILE.yaml, trained policies by .zip file.")
     ],
@@ -181,6 +209,7 @@ def compare(
     devices: Devices = "",
     on_fault: OnFault = None,
     max_round_seconds: RoundSeconds = None,
+    space: Space = None,
     deterministic: Deterministic = False,
     as_json: Json = False,
 ) -> None:
@@ -191,7 +220,7 @@ def compare(
 
     faults = fault_settings(on_fault, max_round_seconds)
     environment = environment_settings(
-        task, "test", budget, unit, max_rounds, patience, price, samples, devices, faults
+        task, "test", budget, unit, max_rounds, patience, price, samples, devices, faults, space, given_options(context)
     )
     chosen, repeats = instances_of(environment, instances), integers("seeds", seeds)
     seen = note_seen(environment, chosen, quiet=as_json)

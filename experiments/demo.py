@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class DemoSettings:
         evaluator: how checkpoints are scored.
         workers: processes.
         seed: seed of meta-training.
+        space: the content of a decision-space file, of which the space alone is used; None for the default space.
     """
 
     train_rounds: int = 128
@@ -43,6 +44,7 @@ class DemoSettings:
     evaluator: dict[str, Any] = field(default_factory=lambda: {"samples_per_seed": 2, "k": 4})
     workers: int = 0
     seed: int = 0
+    space: Mapping[str, Any] | None = None
 
 
 def run_demo(
@@ -57,7 +59,7 @@ def run_demo(
     """Run the demo; return the report's path and the comparison. A second call goes on where the first stopped."""
     began = time.perf_counter()
     workers = settings.workers or max(1, min(2, os.cpu_count() or 1))
-    environment = EnvSettings(budget=settings.budget, evaluator=settings.evaluator)
+    environment = EnvSettings(budget=settings.budget, evaluator=settings.evaluator, space=settings.space)
     run = TrainSettings(environment, settings.algo, settings.train_rounds, workers, settings.seed)
     folder = out / "train"
     on_stage(f"1/3 meta-training: {settings.algo} on {settings.train_rounds} decisions, each a real TRL round")
@@ -74,7 +76,7 @@ def run_demo(
 
     from ..inner_trainers.tasks import resolve_task
 
-    test = EnvSettings(split="test", budget=settings.budget, evaluator=settings.evaluator)
+    test = replace(environment, split="test")
     instances = list(resolve_task(test.task).test_seeds[: settings.instances])
     seeds = list(range(settings.seeds))
     names = [*settings.policies, str(policy)]

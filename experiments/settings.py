@@ -80,6 +80,9 @@ class EnvSettings:
         faults: settings of the TRL trainer's fault policy.
         devices: devices that workers take in turn; empty lets torch choose.
         in_loop: how rounds are adjusted while they run; None where they are not.
+        space: the content of a decision-space file (`SpaceFile.to_dict`), of which the space alone is used, as budget,
+            price and evaluator stand here; None for the default space.
+        failure_penalty: reward taken for a failed round.
     """
 
     task: str = "letters"
@@ -91,6 +94,8 @@ class EnvSettings:
     faults: Mapping[str, Any] = field(default_factory=dict)
     devices: tuple[str, ...] = ()
     in_loop: InLoopSettings | None = None
+    space: Mapping[str, Any] | None = None
+    failure_penalty: float = 0.1
 
     def device_of(self, worker: int) -> str:
         """Return the device of a worker: devices are dealt in turn, so 4 workers on 2 get 0, 1, 0, 1."""
@@ -106,18 +111,24 @@ class EnvSettings:
         own = family.instance(self._seeds(family)[0]).trainer()
         if own is not None:
             return own
+        from ..envs.space_file import evaluator_arguments
         from ..inner_trainers.evaluation import Evaluator
         from ..inner_trainers.fault_policy import FaultPolicy
         from ..inner_trainers.trl.trainer import TrlTrainer
 
         policy = FaultPolicy.from_dict(self.faults)
-        return TrlTrainer(Evaluator(**self.evaluator), device=self.device_of(worker), fault_policy=policy)
+        return TrlTrainer(
+            Evaluator(**evaluator_arguments(self.evaluator)), device=self.device_of(worker), fault_policy=policy
+        )
 
     def build(
         self, worker: int = 0, journal: Journal | None = None, trainer: InnerTrainer | None = None
     ) -> gym.Env[Any, Any]:
         """Return the environment of one worker, on a trainer that is in memory already if one is given."""
         family = self.family()
+        own: dict[str, Any] = {} if self.in_loop is None else self.in_loop.arguments()
+        if self.space is not None:
+            own["space"] = self.space
         env: gym.Env[Any, Any] = gym.make(
             ENVIRONMENTS["recipe" if self.in_loop is None else self.in_loop.kind],
             task=family,
@@ -126,8 +137,9 @@ class EnvSettings:
             trainer=self.trainer(worker) if trainer is None else trainer,
             budget=self.budget,
             price=self.price,
+            failure_penalty=self.failure_penalty,
             journal=journal,
-            **({} if self.in_loop is None else self.in_loop.arguments()),
+            **own,
         )
         return env
 
@@ -137,8 +149,9 @@ class EnvSettings:
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
         data = asdict(replace(self, evaluator=dict(self.evaluator), faults=dict(self.faults)))
-        if self.in_loop is None:
-            del data["in_loop"]  # as runs of before there were such environments have it
+        for name, absent in (("in_loop", None), ("space", None), ("failure_penalty", 0.1)):
+            if getattr(self, name) == absent:
+                del data[name]  # as runs of before there was such a setting have it
         return {k: list(v) if isinstance(v, tuple) else v for k, v in data.items()}
 
 
