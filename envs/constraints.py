@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 from ..inner_trainers.messages import did_you_mean
+from ..inner_trainers.recipe import Recipe
 
 FACTS = {
     "base_model_size": "parameters of the base model",
@@ -39,6 +40,8 @@ MAX_LENGTH = 500
 MAX_DEPTH = 32
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "GIB": 2.0**30}
 _WORDS = ("if", "then", "exclude", "and", "or", "not", "in", "min", "max", "true", "false")
+_WORDED = frozenset({*(f.name for f in fields(Recipe) if f.type == "str"), "device"})
+"""Settings and facts that hold a name."""
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?P<unit>[A-Za-z]+)?"
     r"|(?P<name>[A-Za-z_][A-Za-z_0-9]*(?:\.(?:[A-Za-z_][A-Za-z_0-9-]*|'[^']*'|\"[^\"]*\"))?)"
@@ -158,8 +161,9 @@ def _require_names(
                 raise ConstraintError(text, part.column, f"cannot exclude {part.value!r}.{hint}")
         return
     if node.kind in ("compare", "in"):
+        _require_same_kind(text, node, known, texts)
         for part in node.parts:
-            if part.kind == "name" and part.value not in known and part.value in texts:
+            if part.kind == "name" and (part.value in _WORDED or (part.value not in known and part.value in texts)):
                 continue  # `algorithm == grpo`
             if part.kind == "name" and part.value not in known:
                 named = any(other.kind == "name" and other.value in known for other in node.parts)
@@ -171,8 +175,33 @@ def _require_names(
         return
     if node.kind == "name" and node.value not in known:
         raise ConstraintError(text, node.column, f"unknown name {node.value!r}.{did_you_mean(str(node.value), known)}")
+    if node.kind == "name" and node.value in _WORDED:
+        raise ConstraintError(text, node.column, f"{node.value!r} holds a name; compare it with ==, != or in.")
     for part in node.parts:
         _require_names(text, part, known, excludable, texts)
+
+
+def _require_same_kind(text: str, node: Node, known: Collection[str], texts: Collection[str]) -> None:
+    """Refuse comparisons of a name with a number, of names by order, and of names that no setting holds."""
+    held = [part for part in node.parts if part.kind == "name" and part.value in _WORDED]
+    words = [
+        part
+        for part in node.parts
+        if part.kind == "text" or (part.kind == "name" and part.value not in known and part.value in texts)
+    ]
+    if not (held or words) or any(part.kind == "name" and part.value not in {*known, *texts} for part in node.parts):
+        return
+    first = (words or held)[0]
+    if node.value not in ("==", "!=", "in"):
+        raise ConstraintError(text, first.column, f"{first.value!r} is a name, and names have no order; use == or !=.")
+    if len(held) + len(words) < len(node.parts):
+        raise ConstraintError(text, first.column, f"{first.value!r} is a name and is compared with a number.")
+    if not held:
+        raise ConstraintError(
+            text,
+            first.column,
+            f"{first.value!r} is a name; compare a setting that holds one with it, as algorithm does.",
+        )
 
 
 @dataclass(frozen=True)
