@@ -12,6 +12,7 @@ from ..inner_trainers.adjustments import Adjustment
 from ..inner_trainers.base import Checkpoint, InnerTrainer, Limit
 from ..inner_trainers.recipe import Recipe
 from ..inner_trainers.tasks.base import InnerTask
+from ..inner_trainers.telemetry import machine_name
 from .journal import Journal
 
 _LOG = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class Records:
             return
         if made is not None:
             self._journal.save_weights(made)
-        facts = {"episode": self._episode, "round": number, "instance": self._task.facts()}
+        facts = {"episode": self._episode, "round": number, "instance": self._task.facts(), "machine": machine_name()}
         self._journal.append(self.round_key(number), {**facts, **payload})
 
     def keep_only(self, ids: Collection[str], in_journal: bool) -> None:

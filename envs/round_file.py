@@ -22,7 +22,8 @@ class RecordedRound:
     Attributes:
         report: its record.
         facts: ``task``, ``instance``, ``search_seed``, ``episode``, ``round`` (from 1), ``reward``, ``charged``,
-            ``unit``, ``best_before``, ``best_after``, ``base_model_size``, ``action_mask`` (before the round).
+            ``unit``, ``best_before``, ``best_after``, ``base_model_size``, ``action_mask`` (before the round),
+            ``machine`` (whose seconds its report has; None for a replayed round).
     """
 
     report: RoundReport

@@ -89,6 +89,21 @@ def card_facts(device: object = "cuda:0") -> dict[str, Any]:
     return {"card": UNAVAILABLE, "reason": reason}
 
 
+@cache
+def machine_name() -> str:
+    """Return the machine on whose clock seconds are measured, in words: processor and how many; no host name."""
+    import os
+    import platform
+
+    name = platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            name = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), name)
+    except OSError:  # no Linux
+        pass
+    return f"{name}, {os.cpu_count() or 1} processors"
+
+
 def machine_facts() -> dict[str, Any]:
     """Return the machine in words for a run's record: system, processor count, cards. No host name."""
     import os

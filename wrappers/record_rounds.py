@@ -8,6 +8,7 @@ from typing import Any
 import gymnasium as gym
 
 from ..envs.round_file import RoundFile
+from ..inner_trainers.telemetry import machine_name
 from .checks import base_env
 
 
@@ -69,6 +70,7 @@ class RecordRounds(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstructorA
                     "best_after": outcome.best_after,
                     "base_model_size": base.trainer.parameters(base.search.task),
                     "action_mask": self._mask,
+                    "machine": None if outcome.replayed else machine_name(),
                 },
             )
         self._mask = info.get("action_mask")
