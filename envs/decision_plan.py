@@ -100,8 +100,10 @@ class Knob:
 
     def holds(self, slots: Sequence[Any]) -> bool:
         """Return whether the value in its slot is legal, given those decided before."""
-        if slots[self.slot] in self.refused:
-            return False
+        return slots[self.slot] not in self.refused and self.kept(slots)
+
+    def kept(self, slots: Sequence[Any]) -> bool:
+        """Return whether its constraints hold, whether it is used or has its default."""
         for check in self.checks:  # noqa: SIM110 - `all` would build a generator
             if not check.holds.run(slots):
                 return False
@@ -109,10 +111,15 @@ class Knob:
 
     def holds_many(self, slots: Sequence[Any], count: int) -> np.ndarray:
         """Return ``(count,)`` bool as `holds`, where slots hold arrays."""
-        legal = np.ones(count, bool)
+        legal = self.kept_many(slots, count)
         values = slots[self.slot]
         for choice in self.refused:
             legal &= values != choice
+        return legal
+
+    def kept_many(self, slots: Sequence[Any], count: int) -> np.ndarray:
+        """Return ``(count,)`` bool as `kept`, where slots hold arrays."""
+        legal = np.ones(count, bool)
         for check in self.checks:
             legal &= np.asarray(check.holds.run(slots), bool)
         return legal
@@ -287,11 +294,14 @@ class DecisionPlan:
             low, high = ([pair[side] for pair in self._bounds] for side in (0, 1))
             slots = [start]
             texts = []
+            unmet: str | None = None
             for rule in self._mix_rules:
                 if not rule.applies.run(slots):
                     continue
                 limit = rule.limit.run(slots)
                 texts.append(rule.text)
+                if rule.lower and limit > 0 and rule.source not in self.usable:
+                    unmet = f"{rule.text!r} asks for {self._sources[rule.source]}, in which it has no rows"
                 if rule.upper:
                     high[rule.source] = min(high[rule.source], math.floor(limit * MIX_GRID + 1e-6) / MIX_GRID)
                 if rule.lower:
@@ -307,7 +317,9 @@ class DecisionPlan:
                 if problem is not None:
                     left = [name for name in self._sources if name not in kept]
                     problem = "data_mix: " + (f"without {', '.join(left)}, " if left else "") + problem
-            self._mix_bounds[start] = problem or ([low[i] for i in self.usable], [high[i] for i in self.usable])
+            self._mix_bounds[start] = (
+                unmet or problem or ([low[i] for i in self.usable], [high[i] for i in self.usable])
+            )
         return self._mix_bounds[start]
 
     def mix(self, weights: Sequence[float], start: int) -> list[float]:
@@ -380,6 +392,8 @@ class DecisionPlan:
         for knob in self.knobs:
             if knob.never or (knob.when is not None and not knob.when.run(slots)):
                 slots[knob.slot] = knob.unused
+                if not knob.kept(slots) and not self._fit_together(knob, slots, fixed or {}):
+                    return False
                 continue
             if knob.free or knob.holds(slots):
                 continue
@@ -391,7 +405,7 @@ class DecisionPlan:
         key = None
         if fixed is None:
             key = (slots[knob.slot], *[slots[i] for i in knob.reads])
-            known = knob.memory.get(key)
+            known = knob.memory.get(key) if knob.when is None else None
             if known is not None:
                 slots[knob.slot] = known
                 return True
@@ -404,7 +418,7 @@ class DecisionPlan:
             nearest = knob.candidates(slots)
             if nearest:
                 slots[knob.slot] = nearest[0]
-                if len(knob.memory) < _MEMORY:
+                if len(knob.memory) < _MEMORY and knob.when is None:
                     knob.memory[key] = nearest[0]
                 return True
         return self._fit_together(knob, slots, fixed or {})
@@ -422,7 +436,7 @@ class DecisionPlan:
             knob = order[position]
             if knob.never or (knob.when is not None and not knob.when.run(slots)):
                 slots[knob.slot] = knob.unused
-                return knob.slot not in fixed and place(position + 1)
+                return knob.slot not in fixed and knob.kept(slots) and place(position + 1)
             slots[knob.slot] = asked[knob.slot]
             if knob.slot in fixed:
                 return (knob.free or knob.holds(slots)) and place(position + 1)
@@ -471,9 +485,7 @@ class DecisionPlan:
         """Return the constraints that settings break, as texts."""
         texts = []
         for knob in self.knobs:
-            if not self.used(knob, slots):
-                continue
-            if slots[knob.slot] in knob.refused:
+            if slots[knob.slot] in knob.refused and self.used(knob, slots):
                 shown = knob.parameter.choices[slots[knob.slot]] if knob.parameter.named else slots[knob.slot]
                 texts.append(f"{knob.name}: the trainer refuses {shown!r} on this task")
             texts += [check.text for check in knob.checks if not check.holds.run(slots)]
@@ -487,19 +499,19 @@ class DecisionPlan:
         """
         gone = np.zeros(count, bool)
         for knob in self.knobs:
-            if knob.never:
-                columns[knob.slot] = _filled(columns[knob.slot], knob.unused, count)
-                continue
             used = None
-            if knob.when is not None:
+            if knob.never:
+                columns[knob.slot] = np.full(count, knob.unused)
+                used = np.zeros(count, bool)
+            elif knob.when is not None:
                 used = np.broadcast_to(np.asarray(knob.when.run(columns), bool), (count,))
                 if not used.all():
                     columns[knob.slot] = np.where(used, columns[knob.slot], knob.unused)
             if knob.free:
                 continue
             legal = knob.holds_many(columns, count)
-            if used is not None:
-                legal |= ~used
+            if used is not None and knob.refused:
+                legal |= ~used & knob.kept_many(columns, count)
             if not legal.all():
                 self._repair_rows(knob, columns, np.flatnonzero(~legal), gone)
         return gone
@@ -512,12 +524,13 @@ class DecisionPlan:
         values, memory = columns[knob.slot], knob.memory
         keys = zip(*[columns[i][rows].tolist() for i in (knob.slot, *knob.reads)], strict=True)
         for row, key in zip(rows.tolist(), keys, strict=True):
-            known = memory.get(key)
+            known = memory.get(key) if knob.when is None else None
             if known is not None:
                 values[row] = known
                 continue
             slots = [column[row].item() for column in columns]
-            if not self._repaired(knob, slots, None):
+            unused = not self.used(knob, slots)
+            if not (self._fit_together(knob, slots, {}) if unused else self._repaired(knob, slots, None)):
                 assert self.fallback is not None  # as in `decide`
                 slots = self.fallback
                 gone[row] = True
@@ -529,7 +542,3 @@ class DecisionPlan:
                 continue
             for slot in {knob.slot, *knob.together}:
                 columns[slot][row] = slots[slot]
-
-
-def _filled(column: np.ndarray, value: Any, count: int) -> np.ndarray:
-    return np.broadcast_to(np.asarray(value), (count,))

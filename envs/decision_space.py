@@ -235,7 +235,7 @@ class DecisionSpace(SpaceFields):
     def _with(self, recipe: Recipe, **changes: Any) -> Recipe:
         values = {n: getattr(recipe, n) for n in self.parameters if n != EPOCHS}
         if EPOCHS in self.parameters:
-            values[EPOCHS] = self._epochs_of(recipe)
+            values[EPOCHS] = self._epochs_of(recipe)[0]
         return self._decided(recipe.algorithm, recipe.start, recipe.mix, {**values, **changes})
 
     # Actions ----------------------------------------------------------------------------------------------------------
@@ -364,15 +364,19 @@ class DecisionSpace(SpaceFields):
                 value = parameter.choices.index(value) if value in parameter.choices else -1
             slots.append(value)
         if EPOCHS in self.parameters:
-            slots[self._slot_names.index(EPOCHS)] = self._epochs_of(recipe, slots, plan)
+            place = self._slot_names.index(EPOCHS)
+            for epochs in self._epochs_of(recipe, slots, plan):
+                slots[place] = epochs
+                if not plan.broken(slots):
+                    break
         return slots
 
     @cached_property
     def _slot_names(self) -> list[str]:
         return list(self._parts.slots)
 
-    def _epochs_of(self, recipe: Recipe, slots: list[Any] | None = None, plan: DecisionPlan | None = None) -> int:
-        """Return the epochs whose steps a recipe has.
+    def _epochs_of(self, recipe: Recipe, slots: list[Any] | None = None, plan: DecisionPlan | None = None) -> list[int]:
+        """Return the epochs whose steps a recipe has; few rows give several the same.
 
         Raises:
             ValueError: none of the space's.
@@ -384,12 +388,14 @@ class DecisionSpace(SpaceFields):
         if slots is None:
             slots = [0, *[recipe.mix.get(name, 0.0) for name in self.sources]]
             slots += [None if name == EPOCHS else getattr(recipe, name) for name in self.parameters]
-        took = []
+        took, found = [], []
         for epochs in self.parameters[EPOCHS].values():
             slots[slot] = epochs
             took.append(plan.steps.run(slots))
             if took[-1] == recipe.steps:
-                return int(epochs)
+                found.append(int(epochs))
+        if found:
+            return found
         raise ValueError(
             f"steps: {recipe.steps} are not what {list(self.parameters[EPOCHS].values())} epochs take here, {took}."
         )

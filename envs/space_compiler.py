@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,6 +117,7 @@ class SpaceCompiler:
         steps = self._steps(algorithm)
         scope = self._scope(algorithm, steps)
         knobs = {name: self._knob(name, scope, refused.get(name, {})) for name in self._order}
+        scope = self._scope(algorithm, steps, [name for name, knob in knobs.items() if knob.never])
         mix_rules: list[MixRule] = []
         start_checks: list[Check] = []
         problem: str | None = None
@@ -143,16 +144,20 @@ class SpaceCompiler:
 
     # Names ------------------------------------------------------------------------------------------------------------
 
-    def _scope(self, algorithm: str, steps: Program | None) -> Scope:
+    def _scope(self, algorithm: str, steps: Program | None, unused: Collection[str] = ()) -> Scope:
         parts, slots = self._parts, self._slots
 
         def name(word: str) -> Program:
+            if word in unused:
+                return Program.of(self._unused_value(word))
             if word in slots:
                 slot = slots[word]
                 return Program(lambda values: values[slot], frozenset([word]))
             if word == "algorithm":
                 return Program.of(algorithm)
-            if word == "steps" and steps is not None:
+            if word == "steps" and EPOCHS in slots:
+                if steps is None:
+                    raise UnknownFactError(word)
                 return steps
             if word in parts.constants:
                 return Program.of(parts.constants[word])
@@ -261,10 +266,7 @@ class SpaceCompiler:
 
     def _knob(self, name: str, scope: Scope, refused: Mapping[Any, str]) -> Knob:
         parameter = self._parts.parameters[name]
-        unused = self._parts.defaults.get(name)
-        if parameter.named:
-            unused = parameter.choices.index(unused) if unused in parameter.choices else -1
-        knob = Knob(name, self._slots[name], parameter, unused)
+        knob = Knob(name, self._slots[name], parameter, self._unused_value(name))
         positions = [parameter.choices.index(c) if parameter.named else c for c in refused if c in parameter.choices]
         knob.refused = frozenset(positions)
         if name in self._parts.conditions:
@@ -274,6 +276,13 @@ class SpaceCompiler:
             else:
                 knob.when = used
         return knob
+
+    def _unused_value(self, name: str) -> Any:
+        """Return what the slot of a knob holds where it is not used."""
+        unused, parameter = self._parts.defaults[name], self._parts.parameters[name]
+        if parameter.named:
+            return parameter.choices.index(unused) if unused in parameter.choices else -1
+        return unused
 
     def _add(
         self,
@@ -289,7 +298,7 @@ class SpaceCompiler:
         for effect in (
             self._excluded(clause, algorithm, mix_rules, scope) if clause.effect.kind == "exclude" else [clause]
         ):
-            holds = truth(effect.implication(), scope, unknown=True)
+            holds = self._where_used(truth(effect.implication(), scope, unknown=True), effect.effect, knobs)
             if holds.fixed:
                 if not holds.constant:
                     return text
@@ -305,6 +314,24 @@ class SpaceCompiler:
             last.checks.append(Check(text, holds, last.name))
             last.bounds += self._bounds(effect, scope, last.name)
         return None
+
+    def _where_used(self, holds: Program, effect: Node, knobs: Mapping[str, Knob]) -> Program:
+        """Return a check that asks nothing while a knob of which it asks something is not used."""
+        named = [knobs[str(node.value)] for node in effect.names() if node.value in knobs]
+        if any(knob.never for knob in named):
+            return Program.of(True)
+        whens = [knob.when for knob in named if knob.when is not None]
+        if not whens or holds.fixed:
+            return holds
+        run, runs = holds.run, [when.run for when in whens]
+
+        def asked(values: Sequence[Any]) -> Any:
+            result = run(values)
+            for when in runs:
+                result = result | (when(values) ^ True)
+            return result
+
+        return Program(asked, holds.needs.union(*(when.needs for when in whens)))
 
     def _excluded(self, clause: _Clause, algorithm: str, mix_rules: list[MixRule], scope: Scope) -> Iterable[_Clause]:
         """Yield what excluding algorithms and starts asks to hold; add excluded sources to the rules of the mix."""
@@ -378,14 +405,17 @@ class SpaceCompiler:
         """Make generations divide the sequences of a step, where completions of one prompt are compared."""
         parts = self._parts
         grouped = parts.facts is not None and algorithm in parts.facts.grouped
-        if not (parts.groups or grouped):
+        unused = "num_generations" in knobs and knobs["num_generations"].never
+        if not grouped and (unused or not parts.groups):
             return
-        names = [name for name in _FIRST if name in knobs]
-        if not names:
+        if not any(name in knobs and not knobs[name].never for name in _FIRST):
             return
-        accumulation, size, generations = (self._reader(name) for name in _FIRST)
+        accumulation, size, generations = (
+            Program.of(self._unused_value(name)) if name in knobs and knobs[name].never else self._reader(name)
+            for name in _FIRST
+        )
         text = "num_generations of at least 2 divides batch_size x gradient_accumulation"
-        if "num_generations" in knobs:
+        if "num_generations" in knobs and not unused:
             options = [int(n) for n in parts.parameters["num_generations"].values() if n >= 2]
 
             def some(values: Sequence[Any]) -> Any:
@@ -412,7 +442,10 @@ class SpaceCompiler:
         """Keep warm-up steps within the steps."""
         if "warmup_steps" not in knobs:
             return
-        steps = scope.name("steps")
+        try:
+            steps = scope.name("steps")
+        except UnknownFactError:
+            return
         warmup = self._slots["warmup_steps"]
         within = Program(lambda values: values[warmup] <= steps.run(values), steps.needs | {"warmup_steps"})
         names = [name for name in self._order if name in within.needs]

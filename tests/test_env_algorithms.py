@@ -220,7 +220,7 @@ def test_a_rescued_round_in_the_environment_is_scored_and_says_so(tmp_path: Path
 
 def test_arguments_of_another_kind_are_refused_by_name(tmp_path: Path) -> None:
     task = TinyTask(write_tiny_checkpoint(tmp_path))
-    wrong: dict[str, Any] = {"space": "nope", "faults": "rollback", "evaluator": [1]}
+    wrong: dict[str, Any] = {"space": 3, "faults": "rollback", "evaluator": [1]}
     for name, value in wrong.items():
         settings: dict[str, Any] = {"task": task, name: value}
         with pytest.raises(ValueError, match=rf"^{name}: expected a "):
