@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..inner_trainers.tasks.base import InnerTask
 
 EVERY_SOURCE = "(every source)"
-"""What stands for the sources of a task while there is none."""
+"""What stands for the sources of a task, but those that constraints name, while there is no task."""
 
 
 def check_section(section: DecisionSection) -> None:
@@ -102,9 +102,9 @@ def build_space(section: DecisionSection, task: InnerTask | None, trainer: Inner
             who = "the trainer has" if trainer is not None else "there is"
             at: Keys = ("decision_space", "algorithm", "choices", place)
             raise SpaceProblem(at, f"{who} no algorithm {name!r}.{did_you_mean(name, known)}")
-    sources = _sources(section.data_mix, task)
-    conditions = _conditions(knobs, algorithms, {name: _ignored(name, trainer) for name in algorithms}, sources)
     constraints = _constraints(section)
+    sources = _sources(section.data_mix, task, constraints, algorithms)
+    conditions = _conditions(knobs, algorithms, {name: _ignored(name, trainer) for name in algorithms}, sources)
     mix = section.data_mix or {}
     usable = {name: sources for name in algorithms}
     if task is not None and trainer is not None:
@@ -132,14 +132,19 @@ def build_space(section: DecisionSection, task: InnerTask | None, trainer: Inner
         where = _place_of_text(problem, constraints)
         if where is not None:
             raise SpaceProblem(where, f"no recipe of any algorithm can meet it: {problem!r}.")
-        shown = "; ".join(f"{name}: {why}" for name, why in space.problems.items())
+        shown = "; ".join(f"{name}: {str(why).rstrip('.')}" for name, why in space.problems.items())
         raise SpaceProblem(("decision_space",), f"no recipe of any algorithm can meet the constraints: {shown}.")
     return space
 
 
-def _sources(mix: Mapping[str, MixSection] | None, task: InnerTask | None) -> tuple[str, ...]:
+def _sources(
+    mix: Mapping[str, MixSection] | None,
+    task: InnerTask | None,
+    constraints: Sequence[tuple[str, Keys]],
+    algorithms: Collection[str],
+) -> tuple[str, ...]:
     if task is None:
-        return (EVERY_SOURCE,) if mix is None else tuple(mix)
+        return (*_mentioned(constraints, algorithms), EVERY_SOURCE) if mix is None else tuple(mix)
     there = tuple(task.built.sources)
     if mix is None:
         return there
@@ -151,6 +156,19 @@ def _sources(mix: Mapping[str, MixSection] | None, task: InnerTask | None) -> tu
                 key=True,
             )
     return tuple(name for name in there if name in mix)
+
+
+def _mentioned(constraints: Sequence[tuple[str, Keys]], algorithms: Collection[str]) -> list[str]:
+    """Return the sources that constraints name, where the sources of the task are not known yet."""
+    found: list[str] = []
+    for text, _ in constraints:
+        constraint = Constraint.parse(text)
+        names = [str(node.value) for node in constraint.names]
+        found += [name.partition(".")[2] for name in names if name.startswith(("mix.", "rows."))]
+        if constraint.effect.kind == "exclude":
+            excluded = [str(node.value) for node in constraint.effect.parts]
+            found += [name for name in excluded if name not in (*algorithms, *STARTS, *_trl_algorithms(), *TYPES)]
+    return list(dict.fromkeys(found))
 
 
 def _conditions(

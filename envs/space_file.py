@@ -30,6 +30,7 @@ class SpaceFile(SpaceSections):
     """A decision-space file, checked as far as that is possible without a task."""
 
     _file: YamlFile | None = PrivateAttr(None)
+    _data: Any = PrivateAttr(None)
     _title: str = PrivateAttr("space")
 
     @classmethod
@@ -153,20 +154,19 @@ class SpaceFile(SpaceSections):
 
     def located(self, problem: SpaceProblem) -> FileError:
         """Return a problem as an error that names the place in the file."""
-        text = problem.problem
-        if self._file is None:
-            if problem.other is not None:
-                text += f" ({key_path(problem.other)})."
-            return FileError(f"{self._title}: {key_path(problem.at)}{': ' if problem.at else ''}{text}")
-        file = self._file
-        at = _as_written(file.data, problem.at)
-        if problem.other is not None:
-            text += f" (the other is in line {file.place(_as_written(file.data, problem.other), key=True).line})."
-        value: Any = file.data
+        text, file = problem.problem, self._file
+        at = _as_written(self._data, problem.at)
+        value = self._data
         for part in at:
             value = value[part]
+        if problem.other is not None:
+            other = _as_written(self._data, problem.other)
+            where = key_path(other) if file is None else f"in line {file.place(other, key=True).line}"
+            text += f" (the other is {where})."
         if problem.wanted:
-            text += scalar_hint(value, problem.wanted, quoted=at in file.quoted)
+            text += scalar_hint(value, problem.wanted, quoted=file is not None and at in file.quoted)
+        if file is None:
+            return FileError(f"{self._title}: {key_path(at)}{': ' if at else ''}{text}")
         return file.error(at, text, key=problem.key and bool(at))
 
 
@@ -283,15 +283,12 @@ def evaluator_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _checked(data: Mapping[str, Any], file: YamlFile | None, title: str) -> SpaceFile:
     blank = SpaceFile.model_construct()
-    blank._file, blank._title = file, title
+    blank._file, blank._data, blank._title = file, data, title
     try:
         space = SpaceFile.model_validate(data)
     except ValidationError as error:
-        errors = [(blank.located(problem), problem) for problem in problems_of(error)]
-        if file is not None:
-            errors.sort(key=lambda pair: _line(file, pair[1]))
-        raise errors[0][0] from None
-    space._file, space._title = file, title
+        raise blank.located(problems_of(error)[0]) from None
+    space._file, space._data, space._title = file, data, title
     try:
         check_section(space.space_section)
         space.budget()
@@ -302,18 +299,13 @@ def _checked(data: Mapping[str, Any], file: YamlFile | None, title: str) -> Spac
     return space
 
 
-def _line(file: YamlFile, problem: SpaceProblem) -> tuple[int, int]:
-    place = file.place(_as_written(file.data, problem.at), key=problem.key)
-    return place.line, place.column
-
-
 def _as_written(data: Any, at: Keys) -> Keys:
     """Return the keys of a checked form as the file has them: one spelling's keys are missing in another."""
     found: list[str | int] = []
     for part in at:
-        if isinstance(data, dict) and part in data:
+        if isinstance(data, Mapping) and part in data:
             data = data[part]
-        elif isinstance(data, list):
+        elif isinstance(data, list | tuple):
             place = {"low": 0, "high": 1}.get(str(part), part)
             if not isinstance(place, int) or place >= len(data):
                 continue

@@ -245,8 +245,9 @@ class SpaceProblem(ValueError):
 
 
 def problems_of(error: ValidationError) -> list[SpaceProblem]:
-    """Return what pydantic found, in this project's words."""
-    return [_problem(entry) for entry in error.errors(include_url=False)]
+    """Return what pydantic found, in our own words; keys that are missing come last, as another may be one misspelt."""
+    found = sorted(error.errors(include_url=False), key=lambda entry: entry["type"] == "missing")
+    return [_problem(entry) for entry in found]
 
 
 def _problem(entry: Mapping[str, Any]) -> SpaceProblem:
