@@ -52,10 +52,15 @@ class RecipePolicy(ABC):
         base = env.unwrapped
         if not isinstance(base, PostTrainingEnv):
             raise ValueError(f"policy: expected a PostTrain environment, got {type(base).__name__}.")
-        self.space: DecisionSpace = base.space
+        self._env = base
         self._max_rounds = base.budget.max_rounds
         self._encode: Callable[[Recipe | None], Any] = env.get_wrapper_attr("encode_recipe")
         self.rng = np.random.default_rng(seed)
+
+    @property
+    def space(self) -> DecisionSpace:
+        """What may be tried on the task of the running episode."""
+        return self._env.space
 
     @abstractmethod
     def choose(self, view: View) -> Recipe | None:
