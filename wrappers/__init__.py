@@ -1,8 +1,21 @@
-"""Gymnasium wrappers that fit the recipe environment to learning algorithms; none changes what a round does."""
+"""Gymnasium wrappers that fit the environments to learning algorithms; each is one class with its own arguments."""
 
+from .budget_price import BudgetPrice
 from .controller_in_the_loop import ControllerInTheLoop
 from .discretize_action import DiscretizeAction
 from .flatten_action import FlattenAction
+from .flatten_observation import FlattenObservation
+from .masked_observation import MaskedObservation
 from .record_rounds import RecordRounds
+from .seed_episodes import SeedEpisodes
 
-__all__ = ["ControllerInTheLoop", "DiscretizeAction", "FlattenAction", "RecordRounds"]
+__all__ = [
+    "BudgetPrice",
+    "ControllerInTheLoop",
+    "DiscretizeAction",
+    "FlattenAction",
+    "FlattenObservation",
+    "MaskedObservation",
+    "RecordRounds",
+    "SeedEpisodes",
+]
