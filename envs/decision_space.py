@@ -461,6 +461,31 @@ class DecisionSpace(SpaceFields):
                 self.encode(replace(recipe, **wanted))  # says which constraint moved it; fitting groups may
         return recipe
 
+    def nearest_recipe(self, algorithm: str, start: str = "best", **settings: Any) -> Recipe:
+        """Return the legal recipe nearest to some settings; what is left out takes its default.
+
+        Args:
+            algorithm: algorithm name.
+            start: starting checkpoint.
+            **settings: knobs, and ``mix``; values are those of the knobs' ranges.
+        """
+        mix = settings.pop("mix", None)
+        return self._decided(algorithm, start, mix, settings)
+
+    def nearest(self, recipe: Recipe) -> Recipe:
+        """Return the legal recipe nearest to one that the task's constraints may leave out."""
+        plan, values = self.plan(recipe.algorithm), {n: getattr(recipe, n) for n in self.parameters if n != EPOCHS}
+        if EPOCHS in self.parameters and plan.steps is not None:
+            slots: list[Any] = [0, *[recipe.mix.get(name, 0.0) for name in self.sources]]
+            slots += [None if name == EPOCHS else getattr(recipe, name) for name in self.parameters]
+
+            def distance(epochs: int) -> int:
+                slots[self._slot_names.index(EPOCHS)] = epochs
+                return abs(int(plan.steps.run(slots)) - recipe.steps)  # type: ignore[union-attr]
+
+            values[EPOCHS] = min(self.parameters[EPOCHS].values(), key=distance)
+        return self._decided(recipe.algorithm, recipe.start, recipe.mix, values)
+
     def random_recipe(self, rng: np.random.Generator, legal: Sequence[str] | None = None) -> Recipe:
         """Return a random recipe: algorithm, start, mix and every coordinate drawn uniformly, then made legal.
 

@@ -296,6 +296,10 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
             names = tuple(name for name, legal in self._search.legal().items() if legal)
         return names
 
+    def pays(self, recipe: Recipe) -> bool:
+        """Return whether the budget pays a step of a recipe and its evaluation; True before the first `reset`."""
+        return self._search is None or self._search.fitted(recipe) is recipe
+
     def encode_recipe(self, recipe: Recipe | None) -> dict[str, Any]:
         """Return the action of a recipe (None is ``stop``); action wrappers answer in their own space."""
         return self.space.encode(recipe)

@@ -47,7 +47,7 @@ def test_some_keys_alone() -> None:
     flat, _ = env.reset(seed=0)
     assert env.feature_names == (*[f"action_mask[{i}]" for i in range(6)], "budget[0]", "budget[1]", "budget[2]")
     assert flat.tolist()[:6] == [1.0] * 6
-    with pytest.raises(ValueError, match="the observation has no 'budgets'. Did you mean 'budget'"):
+    with pytest.raises(ValueError, match=r"the observation has no 'budgets'. Did you mean 'budget'"):
         FlattenObservation(make(), keys=["budgets"])
     with pytest.raises(ValueError, match="at least one key"):
         FlattenObservation(make(), keys=[])

@@ -6,6 +6,7 @@ from .discretize_action import DiscretizeAction
 from .flatten_action import FlattenAction
 from .flatten_observation import FlattenObservation
 from .masked_observation import MaskedObservation
+from .recipe_catalogue import RecipeCatalogue
 from .record_rounds import RecordRounds
 from .seed_episodes import SeedEpisodes
 
@@ -16,6 +17,7 @@ __all__ = [
     "FlattenAction",
     "FlattenObservation",
     "MaskedObservation",
+    "RecipeCatalogue",
     "RecordRounds",
     "SeedEpisodes",
 ]

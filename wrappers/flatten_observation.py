@@ -17,8 +17,8 @@ class FlattenObservation(
     """Joins the entries of a Dict observation, in the order of their keys, into one float32 `Box` with their bounds.
 
     Gymnasium's own `FlattenObservation` flattens these observations to the same numbers. This one also says what each
-    is (`feature_names`, such as ``budget[0]`` or ``history[2,7]``; `docs/environment.md` tells what stands there) and can
-    keep some of the keys only.
+    is (`feature_names`, such as ``budget[0]`` or ``history[2,7]``; `docs/environment.md` tells what stands there) and
+    can keep some of the keys only.
 
     Args:
         env: an environment with a Dict observation of boxes.

@@ -14,8 +14,8 @@ class MaskedObservation(gym.Wrapper[dict[str, np.ndarray], Any, Any, Any], gym.u
     """Adds ``action_mask`` to a Dict observation: 1 for each legal choice of the layer below, 0 for the others.
 
     It is a float32 `Box` in [0, 1], which SB3's networks, normalisers and replay buffers take like any other entry. Put
-    it above the action wrapper, whose mask it then shows. What is illegal can still be played; the environment says what
-    becomes of it. `action_masks` stays reachable.
+    it above the action wrapper, whose mask it then shows. What is illegal can still be played; the environment says
+    what becomes of it. `action_masks` stays reachable.
 
     Args:
         env: an environment with a Dict observation and `action_masks`.
@@ -37,7 +37,9 @@ class MaskedObservation(gym.Wrapper[dict[str, np.ndarray], Any, Any, Any], gym.u
         if not env.has_wrapper_attr("action_masks"):
             raise ValueError("MaskedObservation: the environment has no action_masks.")
         width = len(self.action_masks())
-        self.observation_space = gym.spaces.Dict({**below.spaces, KEY: gym.spaces.Box(0.0, 1.0, (width,), np.float32)})
+        self.observation_space: Any = gym.spaces.Dict(
+            {**below.spaces, KEY: gym.spaces.Box(0.0, 1.0, (width,), np.float32)}
+        )
 
     def action_masks(self) -> np.ndarray:
         """Return the mask of the layer below, bool."""

@@ -15,8 +15,8 @@ class SeedEpisodes(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstructorA
 
     The seed of episode ``k`` is drawn by NumPy's `SeedSequence` from ``(seed, k)``: streams of different seeds are
     independent, and what was played before does not move it. A `reset` with a seed of its own plays that one and starts
-    the stream at episode 0 again, as learning algorithms seed their environments once, at the beginning. ``info["episode_seed"]``
-    has the seed of the running episode.
+    the stream at episode 0 again, as learning algorithms seed their environments once, at the beginning.
+    ``info["episode_seed"]`` has the seed of the running episode.
 
     Args:
         env: any environment.
