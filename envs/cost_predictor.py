@@ -17,22 +17,17 @@ from ..inner_trainers.base import UNITS, RoundReport
 from ..inner_trainers.files import write_atomically
 from ..inner_trainers.recipe import Recipe
 from .cost_estimate import CostEstimate, Estimate, fits_memory
-from .cost_features import FEATURES, NAMES, bounds_of, references_of, row_of
-from .cost_model import CostModel, fit_model
+from .cost_features import LINEAR, NAMES, bounds_of, references_of, row_of
+from .cost_fit import TIMED, Fitted, fit_quantities
 from .cost_rounds import EVALUATION, QUANTITIES, TRAINING, CostFacts, CostRound, CostRounds
 
 if TYPE_CHECKING:
     from .search import Search
 
 FORMAT = 1
-_ASSUMED = {"device_seconds": 0.5, "evaluation_device_seconds": 0.5}
-"""Standard deviations of the residuals before any round was seen, in natural logarithms; 0.25 for the others."""
-_SLOPE, _CONSTANT = 0.3, 1.0
-"""Standard deviations of slopes, and of the constant around the mean, before any round was seen."""
 _WIDEST = math.log(1e6)
 """Half widths end here: what is wider says nothing."""
 _BOUND = "upper bound, no rounds yet"
-_TIMED = ("device_seconds", "evaluation_device_seconds")
 _PACKAGES = ("numpy", "torch", "transformers", "trl")
 
 
@@ -61,27 +56,6 @@ class PredictorError:
 
 
 @dataclass(frozen=True)
-class _Fitted:
-    """One quantity's model with what it needs of a recipe.
-
-    Attributes:
-        model: fitted to centred features and targets.
-        columns: which of all features it reads; the first is the constant.
-        centre: what was taken from each of them.
-        level: what was taken from the targets.
-        bounded: whether targets are relative to the trainer's bound.
-        algorithms: of each round it was fitted to.
-    """
-
-    model: CostModel
-    columns: tuple[int, ...]
-    centre: np.ndarray
-    level: float
-    bounded: bool
-    algorithms: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class _Plan:
     """The models of all quantities for one algorithm, as two matrices.
 
@@ -90,7 +64,7 @@ class _Plan:
         references: where in `references_of` each finds what it is relative to.
         how: how each is made.
         weights: ``(q, d)``; times the features, plus ``levels``, it is the logarithm relative to the reference.
-        levels: ``(q,)``.
+        levels: ``(q,)``; linear quantities are this sum times their ``units``.
         roots: ``(k, d)``; times the features, less ``offsets``, squared and summed from ``starts`` on, it is the doubt.
         offsets: ``(k,)``.
         starts: ``(q,)`` first row of each quantity in ``roots``.
@@ -102,6 +76,7 @@ class _Plan:
     how: tuple[str, ...]
     weights: np.ndarray
     levels: np.ndarray
+    units: tuple[float, ...]
     roots: np.ndarray
     offsets: np.ndarray
     starts: np.ndarray
@@ -112,8 +87,8 @@ class CostPredictor:
     """Predicts a round's train tokens, FLOPs, seconds and peak memory, and what its evaluation costs.
 
     Each quantity is what the trainer's bound allows, times a factor whose logarithm is linear in what the recipe asks
-    for; slopes are shared between algorithms and each algorithm's own are drawn to them (ridge regression). With no
-    round it is the bound; the more rounds, the more they decide. `docs/cost.md` has the errors.
+    for; memory is linear itself. Slopes are shared between algorithms and each algorithm's own are drawn to them (ridge
+    regression). With no round it is the bound; the more rounds, the more they decide. `docs/cost.md` has the errors.
 
     Args:
         rounds: finished rounds; see `CostRounds`.
@@ -132,17 +107,14 @@ class CostPredictor:
         given = rounds if isinstance(rounds, CostRounds) else CostRounds(list(rounds))
         self.rounds: tuple[CostRound, ...] = tuple(given.kept)
         self.left_out: Counter[str] = Counter(given.left_out)
-        timed = Counter(r.machine for r in self.rounds if any(r.whole(name) for name in _TIMED))
+        timed = Counter(r.machine for r in self.rounds if any(r.whole(name) for name in TIMED))
         if machine is None and timed:
             machine = min(timed, key=lambda name: (-timed[name], name))
         self.machine = machine
         self._elsewhere = sum(timed.values()) - timed.get(machine or "", 0)
         self.versions = _versions()
         self._sources = tuple(sorted({name for r in self.rounds for name in r.recipe.mix}))
-        self._fitted: dict[str, _Fitted] = {}
-        rows = [row_of(r.recipe, r.step_bound, r.parameters, r.ignored, self._sources) for r in self.rounds]
-        for quantity in QUANTITIES:
-            self._fit(quantity, rows)
+        self._fitted, self._overhead = fit_quantities(self.rounds, machine, self._sources)
         self.errors: tuple[PredictorError, ...] = tuple(self._errors())
         self._plans: dict[tuple[str, str], _Plan] = {}
 
@@ -194,17 +166,19 @@ class CostPredictor:
             if not plan.quantities:
                 continue
             rows = np.array([row_of(r, b, facts.parameters, ignored, self._sources) for r, b in pairs])
-            references = np.array([references_of(recipe, bound, after) for recipe, bound in pairs])
-            middles = np.exp(rows @ plan.weights.T + plan.levels)
+            references = np.array([references_of(recipe, bound, after, self._overhead) for recipe, bound in pairs])
+            middles = rows @ plan.weights.T + plan.levels
             doubts = np.add.reduceat((rows @ plan.roots.T - plan.offsets) ** 2, plan.starts, axis=1)
-            factors = np.exp(np.minimum(plan.half_widths * np.sqrt(1.0 + doubts), _WIDEST))
+            widths = np.minimum(plan.half_widths * np.sqrt(1.0 + doubts), _WIDEST)
             for place, name in enumerate(plan.quantities):
                 limit = np.nan_to_num(most[:, QUANTITIES.index(name)], nan=np.inf)
-                values = np.minimum(middles[:, place] * references[:, plan.references[place]], limit)
-                highs = np.minimum(values * factors[:, place], limit)
-                known = references[:, plan.references[place]] > 0
-                columns = np.stack([values, values / factors[:, place], highs], axis=1)
-                found[name][indices] = np.where(known[:, None], columns, found[name][indices])
+                middle, width, reference = middles[:, place], widths[:, place], references[:, plan.references[place]]
+                if name in LINEAR:
+                    ends = np.maximum([middle, middle - width, middle + width], 0.0) * plan.units[place]
+                else:
+                    ends = np.exp([middle, middle - width, middle + width])
+                values = np.minimum(ends * reference, limit).T
+                found[name][indices] = np.where((reference > 0)[:, None], values, found[name][indices])
         return found
 
     def save(self, path: Path) -> None:
@@ -269,59 +243,27 @@ class CostPredictor:
         found = {name: Estimate(v, 0.0, v, _BOUND, False) for name, v in zip(QUANTITIES, most, strict=True) if v > 0}
         if plan.quantities:
             row = np.array(row_of(recipe, bound, facts.parameters, facts.ignored(recipe.algorithm), self._sources))
-            references = references_of(recipe, bound, facts.evaluation_bound)
+            references = references_of(recipe, bound, facts.evaluation_bound, self._overhead)
             doubts = np.add.reduceat((plan.roots.dot(row) - plan.offsets) ** 2, plan.starts)
             widths = np.minimum(plan.half_widths * np.sqrt(1.0 + doubts), _WIDEST)
-            middles = np.exp(plan.weights.dot(row) + plan.levels).tolist()
-            factors = np.exp(widths).tolist()
+            middles = plan.weights.dot(row) + plan.levels
+            values, factors = np.exp(middles).tolist(), np.exp(widths).tolist()
             for place, name in enumerate(plan.quantities):
                 reference = references[plan.references[place]]
-                if reference > 0:
-                    limit = found[name].high if name in found else math.inf
-                    value, factor = min(middles[place] * reference, limit), factors[place]
-                    found[name] = Estimate(value, value / factor, min(value * factor, limit), plan.how[place], True)
+                if reference <= 0:
+                    continue
+                limit, how = found[name].high if name in found else math.inf, plan.how[place]
+                if name in LINEAR:
+                    unit, middle, width = plan.units[place] * reference, float(middles[place]), float(widths[place])
+                    ends = [unit * max(end, 0.0) for end in (middle, middle - width, middle + width)]
+                else:
+                    value, factor = values[place] * reference, factors[place]
+                    ends = [value, value / factor, value * factor]
+                found[name] = Estimate(min(ends[0], limit), min(ends[1], limit), min(ends[2], limit), how, True)
         return CostEstimate(
             {name: found[name] for name in TRAINING if name in found},
             {unit: found[name] for unit, name in zip(UNITS, EVALUATION, strict=True) if name in found},
         )
-
-    def _fit(self, quantity: str, rows: Sequence[Sequence[float]]) -> None:
-        """Fit one quantity to the rounds that tell it, if there are any."""
-        told = [
-            (r, row, whole)
-            for r, row in zip(self.rounds, rows, strict=True)
-            if (whole := r.whole(quantity)) is not None and (quantity not in _TIMED or r.machine == self.machine)
-        ]
-        if not told:
-            return
-        kept = [r for r, _, _ in told]
-        which = QUANTITIES.index(quantity)
-        references = np.array([references_of(r.recipe, r.step_bound, r.evaluation_bound) for r in kept])
-        bounded = bool((references[:, which] > 0).all())
-        relative = references[:, which if bounded else which + len(QUANTITIES)]
-        targets = np.log(np.array([whole for _, _, whole in told]) / relative)
-        columns = tuple(i for i, name in enumerate(NAMES) if name in ("one", *FEATURES[quantity]))
-        if "mix" in FEATURES[quantity]:
-            columns += tuple(range(len(NAMES), len(NAMES) + len(self._sources)))
-        features = np.array([[row[i] for i in columns] for _, row, _ in told])
-        centre = features.mean(axis=0)
-        centre[0] = 0.0
-        level = float(targets.mean())
-        deviations = np.full(len(columns), _SLOPE)
-        deviations[0] = _CONSTANT
-        model = fit_model(
-            features - centre,
-            targets - level,
-            [r.recipe.algorithm for r in kept],
-            {
-                "recipe": [r.recipe.training_hash(r.ignored) for r in kept],
-                "instance": [r.instance for r in kept],
-            },
-            deviations,
-            _ASSUMED.get(quantity, 0.25),
-        )
-        algorithms = tuple(r.recipe.algorithm for r in kept)
-        self._fitted[quantity] = _Fitted(model, columns, centre, level, bounded, algorithms)
 
     def _plan(self, algorithm: str, machine: str) -> _Plan:
         key = (algorithm, machine)
@@ -332,20 +274,21 @@ class CostPredictor:
     def _made_plan(self, algorithm: str, machine: str) -> _Plan:
         width = len(NAMES) + len(self._sources)
         quantities = tuple(self._fitted)
-        weights, levels = np.zeros((len(quantities), width)), np.zeros(len(quantities))
+        weights, levels, units = np.zeros((len(quantities), width)), np.zeros(len(quantities)), [0.0] * len(quantities)
         roots: list[np.ndarray] = []
         offsets, starts, half_widths, references, how = [], [], [], [], []
         for place, (quantity, fitted) in enumerate(self._fitted.items()):
             columns, model = list(fitted.columns), fitted.model
             own = model.weights_of(algorithm)
-            weights[place, columns] = own
-            levels[place] = fitted.level - float(own @ fitted.centre)
+            weights[place, columns] = own / fitted.scale
+            levels[place] = (1.0 if quantity in LINEAR else fitted.level) - float(own @ fitted.centre)
+            units[place] = fitted.level
             name = algorithm if algorithm in model.algorithms else ""
             root = np.zeros((len(columns), width))
-            root[:, columns] = np.linalg.cholesky(model.covariances[name]).T
+            root[:, columns] = np.linalg.cholesky(model.covariances[name]).T / fitted.scale
             starts.append(sum(len(root) for root in roots))
             roots.append(root)
-            offsets.append(root[:, columns] @ fitted.centre)
+            offsets.append(root[:, columns] @ (fitted.centre * fitted.scale))
             half_widths.append(model.half_widths[name])
             references.append(QUANTITIES.index(quantity) + (0 if fitted.bounded else len(QUANTITIES)))
             how.append(self._how(quantity, fitted, algorithm, machine))
@@ -355,28 +298,28 @@ class CostPredictor:
             how=tuple(how),
             weights=weights,
             levels=levels,
+            units=tuple(units),
             roots=np.concatenate(roots) if roots else np.zeros((0, width)),
             offsets=np.concatenate(offsets) if offsets else np.zeros(0),
             starts=np.array(starts, dtype=np.intp),
             half_widths=np.array(half_widths),
         )
 
-    def _how(self, quantity: str, fitted: _Fitted, algorithm: str, machine: str) -> str:
+    def _how(self, quantity: str, fitted: Fitted, algorithm: str, machine: str) -> str:
         total, own = len(fitted.algorithms), fitted.algorithms.count(algorithm)
         how = f"fitted to {total} round{'s' if total > 1 else ''}"
         if own < total:
             how += f", {own or 'none'} of {algorithm}"
         if not fitted.model.residuals:
             how += ", interval assumed"
-        if quantity in _TIMED and self.machine != machine:
+        if quantity in TIMED and self.machine != machine:
             how += f", on {self.machine}, not here"
         return how
 
     def _errors(self) -> Iterable[PredictorError]:
         for quantity, fitted in self._fitted.items():
             labels = np.array(fitted.algorithms)
-            for residuals in fitted.model.residuals:
-                errors = np.abs(np.expm1(-residuals.values))
+            for residuals, errors in zip(fitted.model.residuals, fitted.errors, strict=True):
                 for name in (*fitted.model.algorithms, "all"):
                     mine = errors if name == "all" else errors[labels == name]
                     median, p90 = (float(np.quantile(mine, q)) for q in (0.5, 0.9))
