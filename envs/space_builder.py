@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -46,8 +47,14 @@ def check_section(section: DecisionSection) -> None:
         try:
             Constraint.parse(text)
         except ConstraintError as error:
-            raise SpaceProblem(where, str(error)) from None
+            raise SpaceProblem(where, _with_comma_hint(error)) from None
     knobs_of(section)
+
+
+def _with_comma_hint(error: ConstraintError) -> str:
+    """Return a constraint's error; where the text is but a name, with what may have cut it off."""
+    hint = "\nInside [ ] a comma begins a new entry; put a constraint that has commas in quotes."
+    return str(error) + (hint if re.fullmatch(r"[\w.-]+", error.text) else "")
 
 
 def _require_once(names: Sequence[str], at: Keys) -> None:
@@ -123,7 +130,8 @@ def build_space(section: DecisionSection, task: InnerTask | None, trainer: Inner
             defaults=knobs.defaults,
         )
     except ConstraintError as error:
-        raise SpaceProblem(_place_of_text(error.text, constraints) or ("decision_space",), str(error)) from None
+        where = _place_of_text(error.text, constraints) or ("decision_space",)
+        raise SpaceProblem(where, _with_comma_hint(error)) from None
     except ValueError as error:
         text = str(error).removeprefix("decision space: ")
         raise SpaceProblem(place_of(text, knobs), text) from None

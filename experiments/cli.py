@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from .. import __version__
-from . import cli_lists, cli_rounds, cli_search
+from . import cli_lists, cli_rounds, cli_search, cli_space
 from .progress import console, plain
 
 app = typer.Typer(
@@ -34,6 +34,7 @@ for command in (
     cli_rounds.run_recipe,
     cli_rounds.probe,
     cli_rounds.replay,
+    cli_space.space,
     cli_lists.tasks,
     cli_lists.policies,
     cli_lists.algorithms,

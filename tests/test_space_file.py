@@ -474,6 +474,12 @@ def test_budgets_rewards_and_evaluators_are_checked(text: str, problem: str) -> 
     assert refused(f"{HEAD}{text}\n").startswith(f"line 3, {problem}")
 
 
+def test_a_constraint_that_a_comma_cut_off_is_told_so() -> None:
+    message = refused(HEAD + "  constraints: [if device == cpu then exclude sft, grpo]\n")
+    assert message.startswith("line 3, column 52: decision_space.constraints[1]: character 1: unknown name 'grpo'.")
+    assert message.endswith("Inside [ ] a comma begins a new entry; put a constraint that has commas in quotes.")
+
+
 def test_groups_that_divide_no_batch_are_refused_where_they_stand() -> None:
     text = f"{HEAD}  hyperparams:\n    batch_size: [16, 20, 32]\n    num_generations: {{choices: [7]}}\n"
     message = refused(text)
