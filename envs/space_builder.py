@@ -137,9 +137,9 @@ def build_space(section: DecisionSection, task: InnerTask | None, trainer: Inner
         raise SpaceProblem(place_of(text, knobs), text) from None
     if all(space.problems.values()):
         problem = str(next(iter(space.problems.values())))
-        where = _place_of_text(problem, constraints)
-        if where is not None:
-            raise SpaceProblem(where, f"no recipe of any algorithm can meet it: {problem!r}.")
+        broken = _place_of_text(problem, constraints)
+        if broken is not None:
+            raise SpaceProblem(broken, f"no recipe of any algorithm can meet it: {problem!r}.")
         shown = "; ".join(f"{name}: {str(why).rstrip('.')}" for name, why in space.problems.items())
         raise SpaceProblem(("decision_space",), f"no recipe of any algorithm can meet the constraints: {shown}.")
     return space
