@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..inner_trainers.messages import did_you_mean
 from ..inner_trainers.recipe import STARTS
 from ..inner_trainers.yaml_file import Keys
-from .constraints import FACTS, Constraint, ConstraintError
+from .constraints import FACTS, Constraint, ConstraintError, parse_condition
 from .decision_space import DecisionSpace
 from .simplex import MIX_GRID, bounds_problem
 from .space_knobs import TYPES, Knobs, knobs_of, place_of
@@ -195,12 +195,23 @@ def _conditions(
         asked = knobs.conditions.get(name)
         if asked is not None and at is not None:
             _require_known(asked, knobs, algorithms, sources, (*at, "when"))
-        parts = [] if asked is None else [f"({asked})"]
-        if len(readers) < len(algorithms):
-            parts.append(f"algorithm in [{', '.join(readers)}]")
-        if parts:
-            conditions[name] = " and ".join(parts)
+        by_readers = f"algorithm in [{', '.join(readers)}]"
+        if asked is not None:
+            whole = len(readers) == len(algorithms) or _algorithms_of(asked) <= set(readers)
+            conditions[name] = asked if whole else f"({asked}) and {by_readers}"
+        elif len(readers) < len(algorithms):
+            conditions[name] = by_readers
     return conditions
+
+
+def _algorithms_of(text: str) -> Collection[Any]:
+    """Return the algorithms that a condition names, where it does nothing else; else one that there is not."""
+    node = parse_condition(text)
+    head, *others = node.parts or (node,)
+    named = node.kind == "in" or (node.kind == "compare" and node.value == "==")
+    if named and head.value == "algorithm" and all(other.kind in ("name", "text") for other in others):
+        return {other.value for other in others}
+    return {""}
 
 
 def _require_known(text: str, knobs: Knobs, algorithms: Sequence[str], sources: Sequence[str], at: Keys) -> None:

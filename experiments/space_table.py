@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +28,7 @@ def print_space(summary: Mapping[str, Any], title: str) -> None:
     rows = [_setting_row(setting) for setting in summary["settings"]]
     rows += [_fixed_row(name, value) for name, value in summary["fixed"].items()]
     if rows:
-        console.print(table_of(["setting", "values", "scale", "default", "grid", "used when"], rows))
+        console.print(table_of(["setting", "values", "scale", "default", "grid", "used"], rows))
         say("")
     bounds = [f"{name} {_weight(low, high)}" for name, (low, high) in summary["sources"].items()]
     say(f"mix: {', '.join(bounds)}")
@@ -74,8 +75,16 @@ def _setting_row(setting: Mapping[str, Any]) -> dict[str, Any]:
         "scale": scale,
         "default": _value(setting["default"]),
         "grid": f"{setting['values']:,}",
-        "used when": setting["when"] or "always",
+        "used": _used(setting["when"]),
     }
+
+
+def _used(condition: str | None) -> str:
+    """Return when a setting is used; of algorithms alone, their names."""
+    if condition is None:
+        return "always"
+    named = re.fullmatch(r"algorithm (?:in \[([^\[\]]*)\]|== (\w+))", condition)
+    return condition if named is None else named[1] or named[2]
 
 
 def _fixed_row(name: str, value: Any) -> dict[str, Any]:
@@ -85,7 +94,7 @@ def _fixed_row(name: str, value: Any) -> dict[str, Any]:
         "scale": "fixed",
         "default": _value(value),
         "grid": "1",
-        "used when": "always",
+        "used": "always",
     }
 
 

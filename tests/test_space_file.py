@@ -97,7 +97,7 @@ def test_every_section_and_spelling_comes_to_exact_values() -> None:
         fixed={"weight_decay": 0.01},
         mix_bounds={"math": (0.1, 0.5), "code": (0.2, 0.2)},
         conditions={
-            "num_generations": "(algorithm in [grpo, rloo]) and algorithm in [grpo, rloo]",
+            "num_generations": "algorithm in [grpo, rloo]",
             "packing": "algorithm in [sft]",
             "temperature": "algorithm in [grpo, rloo]",
         },
@@ -155,6 +155,25 @@ def test_a_setting_is_a_range_choices_or_one_value(spelt: str, expected: Any) ->
     name = spelt.partition(":")[0]
     found = space.parameters.get(name, space.fixed.get(name))
     assert found == expected and type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("when", "condition"),
+    [
+        ("algorithm == grpo", "algorithm == grpo"),
+        ("algorithm in [grpo]", "algorithm in [grpo]"),
+        ("algorithm in [sft, grpo]", "(algorithm in [sft, grpo]) and algorithm in [grpo]"),
+        ("algorithm != sft", "(algorithm != sft) and algorithm in [grpo]"),
+        ("steps > 20 or start == base", "(steps > 20 or start == base) and algorithm in [grpo]"),
+        ("", "algorithm in [grpo]"),
+    ],
+)
+def test_a_setting_is_used_when_the_file_says_so_by_algorithms_that_read_it(when: str, condition: str) -> None:
+    asked = f", when: {when}" if when else ""
+    if "[" in when:
+        asked = f", when: '{when}'"
+    space = space_of(f"{HEAD}  hyperparams:\n    steps: [10, 60]\n    kl_coef: {{low: 0, high: 1{asked}}}\n")
+    assert dict(space.conditions) == {"kl_coef": condition}
 
 
 def test_what_is_left_out_has_the_default_of_the_default_space() -> None:
