@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from posttrain_gym.envs.constraints import FACTS
+from posttrain_gym.envs.space_file import load_space_file, parse_space_file
+from posttrain_gym.envs.space_knobs import EXPLORATION, LOG_KNOBS
+from posttrain_gym.envs.space_schema import known_keys
 from posttrain_gym.experiments.doc_tables import (
     adjustments_table,
     algorithm_table,
@@ -45,6 +49,28 @@ def test_the_tables_of_signals_and_adjustments_are_those_the_code_uses() -> None
 
 def test_the_table_of_in_loop_observations_is_the_one_the_code_uses() -> None:
     assert in_loop_observation_table() in (DOCS / "environment.md").read_text()
+
+
+def test_the_decision_spaces_of_the_documentation_are_read() -> None:
+    page = (DOCS / "decision_space.md").read_text()
+    files = [parse_space_file(text, "decision_space.md") for text in re.findall(r"```yaml\n(.*?)```", page, re.S)]
+    spaces = [file.decision_space() for file in files]
+    assert [len(space.constraints) for space in spaces] == [1, 0, 8]
+    assert spaces[1].conditions["kl_coef"] == ("(algorithm == grpo and lora_rank > 0) and algorithm in [grpo, rloo]")
+    assert (
+        len(load_space_file(DOCS.parent / "experiments" / "examples" / "space.yaml").decision_space().parameters) == 7
+    )
+
+
+def test_the_page_of_decision_spaces_names_every_key_scale_and_fact() -> None:
+    page = (DOCS / "decision_space.md").read_text()
+    for section in ("budget", "evaluator", "reward"):
+        for key in known_keys((section,)):
+            assert f"`{section}.{key}`" in page or f"`{key}` is the same" in page, key
+    for key in known_keys(("decision_space",)):
+        assert f"`decision_space.{key}`" in page or f"`{key}` is the same" in page, key
+    for name in (*LOG_KNOBS, *EXPLORATION, *FACTS):
+        assert f"`{name}`" in page, name
 
 
 def test_the_rule_file_of_the_documentation_is_one() -> None:
