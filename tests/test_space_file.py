@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -245,6 +247,16 @@ def test_it_is_written_as_plain_data_and_read_back() -> None:
     assert list(parsed(EXAMPLE).to_dict()["decision_space"]["data_mix"]) == ["math", "code", "general"]
     with pytest.raises(ValueError, match=r"^space: decision_space\.algorithm: expected at least one algorithm"):
         SpaceFile.from_dict({"decision_space": {"algorithm": []}})
+
+
+def test_it_goes_to_other_processes_and_keeps_its_places() -> None:
+    file = parsed(SCRIPTED.replace("sft, grpo", "sft, dpo"))
+    for again in (pickle.loads(pickle.dumps(file)), copy.deepcopy(file)):
+        assert again.decision_space() == file.decision_space()
+        with pytest.raises(
+            FileError, match=r"^space f\.yaml, line 2, column 20: decision_space\.algorithm\[1\]: the trainer"
+        ):
+            again.decision_space(ScriptedTask(), ScriptedTrainer())
 
 
 def test_a_file_cannot_be_changed() -> None:
