@@ -204,7 +204,7 @@ def _conditions(
     return conditions
 
 
-def _algorithms_of(text: str) -> Collection[Any]:
+def _algorithms_of(text: str) -> set[Any]:
     """Return the algorithms that a condition names, where it does nothing else; else one that there is not."""
     node = parse_condition(text)
     head, *others = node.parts or (node,)
