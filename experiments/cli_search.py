@@ -79,7 +79,13 @@ def train(
     recipe: GivenRecipe = None,
     interval: Interval = 5,
     shaping: Annotated[bool, typer.Option("--shaping", help="Shape rewards by quick evaluations.")] = False,
-    algo: Annotated[str, typer.Option(help="a2c, maskable_ppo, ppo, recurrent_ppo, sac or td3.")] = "maskable_ppo",
+    algo: Annotated[str, typer.Option(help="SB3 algorithm; `posttrain-gym policies` lists them.")] = "maskable_ppo",
+    hyperparameters: Annotated[
+        Path | None, typer.Option("--hyperparameters", help="YAML file in rl-zoo3's format; replaces the defaults.")
+    ] = None,
+    parameter: Annotated[
+        list[str] | None, typer.Option("-P", help="KEY=VALUE of the algorithm, e.g. learning_rate=lin_3e-4.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Decisions in total, rounded up to whole rollouts.")] = 128,
     envs: Annotated[int, typer.Option(min=1, help="Environments side by side, one process each.")] = 1,
     seed: Annotated[int, typer.Option(help="Decides every random choice of the run.")] = 0,
@@ -96,8 +102,9 @@ def train(
     space: Space = None,
 ) -> None:
     """Train a meta-policy with Stable-Baselines3 on real rounds."""
+    from ..meta_policies.hyperparameters import read_hyperparameters
     from ..meta_policies.sb3 import sb3_algorithm
-    from .settings import in_loop_settings
+    from .settings import ENVIRONMENTS, in_loop_settings
     from .train import TrainSettings
     from .train import train as run
 
@@ -119,7 +126,20 @@ def train(
         space,
         given_options(context),
     )
-    settings = TrainSettings(replace(environment, in_loop=in_loop), algo, rounds, envs, seed)
+    given = given_options(context)
+    chosen = read_hyperparameters(algo, ENVIRONMENTS[env], hyperparameters, parameter or ())
+    rounds = chosen.n_timesteps if chosen.n_timesteps is not None and "rounds" not in given else rounds
+    envs = chosen.n_envs if chosen.n_envs is not None and "envs" not in given else envs
+    settings = TrainSettings(
+        replace(environment, in_loop=in_loop),
+        algo,
+        rounds,
+        envs,
+        seed,
+        chosen.arguments,
+        chosen.normalize,
+        None if chosen.noise_type is None else (chosen.noise_type, chosen.noise_std),
+    )
     with ProgressDisplay() as progress:
         progress.stage(f"training {algo} on {task}: {rounds} decisions, {envs} environment(s), run folder {out}")
         policy, episodes = run(settings, out, resume=resume, on_round=progress.round)

@@ -18,16 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import torch
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import KVWriter, Logger
 from stable_baselines3.common.monitor import Monitor
-from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecEnvWrapper, VecNormalize
 
 from ..envs.journal import Journal
 from ..inner_trainers.files import write_atomically
 from ..inner_trainers.messages import require_integer
-from ..meta_policies.sb3 import make_model, save_policy, sb3_algorithm, wrap_for
+from ..meta_policies.hyperparameters import Hyperparameters
+from ..meta_policies.policy_file import save_policy
+from ..meta_policies.sb3 import make_model, sb3_algorithm, wrap_for
 from .compare import check_settings_file
 from .comparison import normalised
 from .episodes import describe_recipe
@@ -49,7 +52,9 @@ class TrainSettings:
             are adjusted while they run, ``interval`` optimiser steps of one.
         envs: environments side by side, each in a process of its own when there are several.
         seed: decides everything: SB3's seed, instances, round seeds.
-        hyperparameters: keyword arguments that replace the algorithm's defaults.
+        hyperparameters: keyword arguments that replace the algorithm's defaults, as rl-zoo3 writes them.
+        normalize: arguments of SB3's `VecNormalize`; None for observations and rewards as they are.
+        noise: kind and standard deviation of action noise; None for the algorithm's default.
     """
 
     environment: EnvSettings
@@ -58,6 +63,8 @@ class TrainSettings:
     envs: int = 1
     seed: int = 0
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    normalize: Mapping[str, Any] | None = None
+    noise: tuple[str, float | None] | None = None
 
     def __post_init__(self) -> None:
         """Check what can be checked before anything is written.
@@ -65,18 +72,30 @@ class TrainSettings:
         Raises:
             ValueError: an unknown algorithm, or a number outside its range.
         """
-        sb3_algorithm(self.algo)
+        algorithm = sb3_algorithm(self.algo)
         require_integer("rounds", self.rounds, low=1, high=10**9)
         require_integer("envs", self.envs, low=1, high=1024)
+        if self.envs > 1 and not algorithm.vectors:
+            raise ValueError(f"envs: {self.algo} plays whole episodes one after the other; use --envs 1.")
         require_integer("seed", self.seed, low=0, high=2**31 - 1)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
-        return {
+        data = {
             **asdict(self),
             "environment": self.environment.to_dict(),
             "hyperparameters": dict(self.hyperparameters),
+            "noise": None if self.noise is None else list(self.noise),
         }
+        for name in ("normalize", "noise"):
+            if data[name] is None:
+                del data[name]  # as runs of before there were such have it
+        return data
+
+    def chosen(self) -> Hyperparameters:
+        """Return what replaces the algorithm's packaged hyperparameters."""
+        kind, deviation = self.noise or (None, None)
+        return Hyperparameters(self.hyperparameters, None, None, self.normalize, kind, deviation)
 
 
 @dataclass(frozen=True)
@@ -155,15 +174,26 @@ def train(
     check_settings_file(config, settings.to_dict(), ignore=("rounds",))
     for worker in range(settings.envs):
         _error_file(out, worker).unlink(missing_ok=True)
-    vector = _vector_env(settings, out)
+    workers = _vector_env(settings, out)
+    tap = _Tap(workers)
+    vector: VecEnv = tap
+    if settings.normalize is not None:
+        vector = VecNormalize(tap, **settings.normalize)
     writer = CurveWriter(out / "tensorboard" / "meta")
     broken = False
     try:
-        model = make_model(settings.algo, vector, settings.seed, **settings.hyperparameters)
+        model = make_model(settings.algo, vector, settings.seed, settings.chosen())
         model.set_logger(Logger(folder=None, output_formats=[_LoggerOutput(writer)]))
         task = recipe_env(example).family.name
-        save = functools.partial(save_policy, path=out / "policy.zip", algo=settings.algo, env=example, task=task)
-        callback = _RunCallback(settings, out, writer, save, on_round)
+        save = functools.partial(
+            save_policy,
+            path=out / "policy.zip",
+            algo=settings.algo,
+            env=example,
+            task=task,
+            hyperparameters=settings.hyperparameters,
+        )
+        callback = _RunCallback(settings, out, writer, save, on_round, tap)
         try:
             model.learn(settings.rounds, callback=callback)
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
@@ -178,7 +208,7 @@ def train(
         return path, callback.episodes
     finally:
         writer.close()
-        _end(vector, broken)
+        _end(workers, broken)
         example.close()
 
 
@@ -258,6 +288,23 @@ def _end(vector: VecEnv, broken: bool) -> None:
         vector.close()
 
 
+class _Tap(VecEnvWrapper):
+    """Keeps what the last step gave, as it was before anything is normalised: not every algorithm shows it."""
+
+    rewards: np.ndarray
+    dones: np.ndarray
+    infos: list[dict[str, Any]]
+
+    def reset(self) -> Any:
+        """Reset all environments."""
+        return self.venv.reset()
+
+    def step_wait(self) -> Any:
+        """Wait for a step, and keep it."""
+        observations, self.rewards, self.dones, self.infos = self.venv.step_wait()
+        return observations, self.rewards, self.dones, self.infos
+
+
 class _LoggerOutput(KVWriter):
     """Sends SB3's own training figures to the run's TensorBoard folder."""
 
@@ -283,8 +330,10 @@ class _RunCallback(BaseCallback):
         writer: CurveWriter,
         save: Callable[[Any], Path],
         on_round: Callable[[RoundEvent], None] | None,
+        tap: _Tap,
     ) -> None:
         super().__init__()
+        self._tap = tap
         self._settings, self._out, self._writer, self._save, self._on_round = settings, out, writer, save, on_round
         self.episodes: list[dict[str, Any]] = []
         self._rewards = [0.0] * settings.envs
@@ -296,12 +345,13 @@ class _RunCallback(BaseCallback):
         self._last = time.perf_counter()
 
     def _on_training_start(self) -> None:
-        rollout = int(getattr(self.model, "n_steps", 1)) * self._settings.envs  # off-policy algorithms have none
+        on_policy = sb3_algorithm(self._settings.algo).on_policy
+        rollout = (int(self.model.n_steps) if on_policy else 1) * self._settings.envs  # type: ignore[attr-defined]
         self._total = -(-self._settings.rounds // rollout) * rollout
 
     def _on_step(self) -> bool:
         now = time.perf_counter()
-        infos = self.locals["infos"]
+        infos = self._tap.infos
         fresh = sum(1 for info in infos if ("round" in info or "running" in info) and not info["replayed"])
         if fresh:
             self._trained += fresh
@@ -309,7 +359,7 @@ class _RunCallback(BaseCallback):
         self._last = now
         for index, info in enumerate(infos):
             self._decisions += 1
-            self._note(index, info, float(self.locals["rewards"][index]), bool(self.locals["dones"][index]))
+            self._note(index, info, float(self._tap.rewards[index]), bool(self._tap.dones[index]))
         return True
 
     def _note(self, index: int, info: Mapping[str, Any], reward: float, done: bool) -> None:

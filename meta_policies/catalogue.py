@@ -33,7 +33,7 @@ def check_policy_name(name: str) -> None:
         load_recipe(Path(name.removeprefix(FIXED_PREFIX)))
         return
     if name.endswith(".zip") or Path(name).exists():
-        from .sb3 import read_policy_facts
+        from .policy_file import read_policy_facts
 
         read_policy_facts(Path(name))
         return
@@ -76,7 +76,8 @@ def load_policy(name: str, env: gym.Env[Any, Any], seed: int) -> tuple[Any, gym.
         return HEURISTICS[name](env, seed=seed), env
     if name.startswith(FIXED_PREFIX):
         return FixedPolicy(env, seed, load_recipe(Path(name.removeprefix(FIXED_PREFIX)))), env
-    from .sb3 import TrainedPolicy, wrap_for
+    from .policy_file import TrainedPolicy
+    from .sb3 import wrap_for
 
     policy = TrainedPolicy(name, env)
     policy.model.set_random_seed(seed)

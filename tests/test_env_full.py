@@ -16,7 +16,8 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 from posttrain_gym.inner_trainers.adjustments import CATALOGUE_NAMES, STOP_ROUND, catalogue_index
 from posttrain_gym.inner_trainers.recipe import Recipe
 from posttrain_gym.inner_trainers.testing import ScriptedFamily, ScriptedTrainer
-from posttrain_gym.meta_policies.sb3 import TrainedPolicy, make_model, save_policy, wrap_for
+from posttrain_gym.meta_policies.policy_file import TrainedPolicy, save_policy
+from posttrain_gym.meta_policies.sb3 import make_model, wrap_for
 from posttrain_gym.wrappers import DiscretizeAction, FlattenAction
 from tests.adjustable_env import RECIPE, full, in_loop, play
 from tests.scripted_env import AMPLE, recipe_action

@@ -33,14 +33,8 @@ from posttrain_gym.meta_policies.heuristics import (
     View,
     default_recipe,
 )
-from posttrain_gym.meta_policies.sb3 import (
-    TrainedPolicy,
-    make_model,
-    require_legal_choice,
-    save_policy,
-    sb3_algorithm,
-    wrap_for,
-)
+from posttrain_gym.meta_policies.policy_file import TrainedPolicy, require_legal_choice, save_policy
+from posttrain_gym.meta_policies.sb3 import make_model, sb3_algorithm, wrap_for
 from posttrain_gym.wrappers import DiscretizeAction, FlattenAction
 
 BUDGET = {"limit": 60_000, "max_rounds": 6, "patience": 6}
@@ -279,7 +273,7 @@ def test_another_decision_space_is_refused_with_the_difference(saved: Path) -> N
         TrainedPolicy(saved, base(space=narrow))
     knobs = {"learning_rate": Parameter(1e-4, 1e-3, "log")}
     other = DecisionSpace(("grpo", "sft"), ("left", "right"), {n: ("left", "right") for n in ("grpo", "sft")}, knobs)
-    with pytest.raises(ValueError, match="another decision space; parameters: the policy has"):
+    with pytest.raises(ValueError, match="another decision space; parameters.learning_rate.low: the policy has"):
         TrainedPolicy(saved, base(space=other))
     with pytest.raises(ValueError, match=r"observation: the policy has .*'history': \[4, "):
         TrainedPolicy(saved, base(history=2))
