@@ -53,9 +53,9 @@ class Prices:
             return True
         return self._ledger.can_pay(bound, self.evaluation())
 
-    def pays_cheapest(self, algorithm: str, held: tuple[str, Any] | None = None) -> bool:
-        """Return whether the algorithm's cheapest step can be paid, with one knob ``held`` at a value."""
-        return self._ledger.can_pay(self.cheapest_step(algorithm, held), self.evaluation())
+    def pays_cheapest(self, algorithm: str, *held: tuple[str, Any]) -> bool:
+        """Return whether the algorithm's cheapest step can be paid, with some knobs ``held`` at a value."""
+        return self._ledger.can_pay(self.cheapest_step(algorithm, *held), self.evaluation())
 
     def fitted(self, recipe: Recipe) -> Recipe:
         """Return the recipe, or with the largest batch of which a step can be paid, the other knobs lowered if needed.
@@ -68,12 +68,11 @@ class Prices:
                 return found
         return recipe
 
-    def cheapest_step(self, algorithm: str, held: tuple[str, Any] | None = None) -> Cost:
-        """Return the bound of the algorithm's cheapest step on a mix of all its sources, with one knob ``held``."""
+    def cheapest_step(self, algorithm: str, *held: tuple[str, Any]) -> Cost:
+        """Return the bound of the algorithm's cheapest step on a mix of all its sources, with some knobs ``held``."""
         key = (algorithm, held)
         if key not in self._bounds:
-            knobs = {} if held is None else {held[0]: held[1]}
-            recipes = self._space.cheapest_recipes(algorithm, self._sources[algorithm], **knobs)
+            recipes = self._space.cheapest_recipes(algorithm, self._sources[algorithm], **dict(held))
             unit = self._ledger.budget.unit
             self._bounds[key] = min(map(self._step, recipes), key=lambda cost: cost.in_unit(unit))
         return self._bounds[key]

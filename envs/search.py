@@ -6,6 +6,7 @@ The environment is a thin face over this class, so tools that know no Gymnasium 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from ..inner_trainers.faults import failure_from_exception
 from ..inner_trainers.recipe import STARTS, Recipe
 from ..inner_trainers.tasks.base import InnerTask
 from .budget import Budget, BudgetLedger
-from .decision_space import DecisionSpace
+from .decision_space import COSTLY_KNOBS, DecisionSpace
 from .journal import Journal
 from .prices import Prices
 from .records import JournalMismatchError, Origin, Records
@@ -143,6 +144,11 @@ class Search(ProbedSearch):
     def pays_with(self, knob: str, value: Any) -> bool:
         """Return whether the budget pays a step of some legal algorithm with a knob at a value, the others cheapest."""
         return any(legal and self._prices.pays_cheapest(name, (knob, value)) for name, legal in self.legal().items())
+
+    def pays_choices(self, algorithm: str, held: Mapping[str, Any]) -> bool:
+        """Return whether the budget pays a step of an algorithm with some knobs at values, the others cheapest."""
+        costly = tuple((name, value) for name, value in held.items() if name in COSTLY_KNOBS)
+        return self.legal()[algorithm] and self._prices.pays_cheapest(algorithm, *costly)
 
     def fitted(self, recipe: Recipe) -> Recipe:
         """Return the recipe; where the budget cannot pay one step of it, with the largest batch that it can.

@@ -152,8 +152,8 @@ def train(
     if in_loop is None:
         words = ["compare", *budget_options, "--out", f"{out}-compare", "random", str(policy)]
     else:  # `compare` plays recipes alone
-        given = [] if recipe is None else ["--recipe", str(recipe)]
-        words = ["evaluate", *budget_options, "--env", env, *given, "--interval", str(interval), str(policy)]
+        of_recipe = [] if recipe is None else ["--recipe", str(recipe)]
+        words = ["evaluate", *budget_options, "--env", env, *of_recipe, "--interval", str(interval), str(policy)]
     say(f"next:   posttrain-gym {shlex.join(words)}")
 
 

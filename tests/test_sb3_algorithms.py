@@ -277,7 +277,8 @@ def test_one_legal_choice_of_1400_is_the_one_that_is_played() -> None:
             return np.zeros(3, np.float32), 0.0, len(self.played) % 16 == 0, False, {}
 
         def action_masks(self) -> np.ndarray:
-            return np.arange(1400) == 777
+            mask: np.ndarray = np.arange(1400) == 777
+            return mask
 
     env = Many()
     MaskablePPO("MlpPolicy", env, n_steps=64, batch_size=64, n_epochs=1, seed=0).learn(256)

@@ -1,5 +1,6 @@
 """Gymnasium wrappers that fit the environments to learning algorithms; each is one class with its own arguments."""
 
+from .autoregressive_action import AutoregressiveAction
 from .budget_price import BudgetPrice
 from .controller_in_the_loop import ControllerInTheLoop
 from .discretize_action import DiscretizeAction
@@ -11,6 +12,7 @@ from .record_rounds import RecordRounds
 from .seed_episodes import SeedEpisodes
 
 __all__ = [
+    "AutoregressiveAction",
     "BudgetPrice",
     "ControllerInTheLoop",
     "DiscretizeAction",

@@ -103,7 +103,8 @@ class DiscretizeAction(
             levels = usable.astype(np.float64)
         mix = 2.0 * levels / levels.sum() - 1.0
         parameters = [
-            _coordinate(p, int(b), n) for b, n, p in zip(bins, self._bins, self._space.parameters.values(), strict=True)
+            coordinate_of(p, int(b), n)
+            for b, n, p in zip(bins, self._bins, self._space.parameters.values(), strict=True)
         ]
         return mix.astype(np.float32), np.array(parameters, np.float32)
 
@@ -111,7 +112,7 @@ class DiscretizeAction(
         """Return ``(sum of heads,)`` bool in sb3-contrib's order; levels are legal whenever a recipe is asked for."""
         base = base_env(self.env)
         bins = [
-            base.knob_mask(name, [p.decode(_coordinate(p, b, n)) for b in range(n)])
+            base.knob_mask(name, [p.decode(coordinate_of(p, b, n)) for b in range(n)])
             for n, (name, p) in zip(self._bins, self._space.parameters.items(), strict=True)
         ]
         masks = base.choice_masks()
@@ -134,6 +135,6 @@ class DiscretizeAction(
         return np.array([action["algorithm"], action["start"], *levels, *bins, *adjustment], np.int64)
 
 
-def _coordinate(parameter: Parameter, index: int, bins: int) -> float:
+def coordinate_of(parameter: Parameter, index: int, bins: int) -> float:
     """Return the middle of a choice's bin, or a point of an even grid that reaches both ends."""
     return (2 * index + 1) / bins - 1.0 if parameter.choices else 2 * index / (bins - 1) - 1.0
