@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from posttrain_gym import wrappers
 from posttrain_gym.envs.constraints import FACTS
 from posttrain_gym.envs.space_file import load_space_file, parse_space_file
 from posttrain_gym.envs.space_knobs import EXPLORATION, LOG_KNOBS
@@ -22,6 +23,8 @@ from posttrain_gym.inner_trainers.fault_kinds import FAULTS
 from posttrain_gym.inner_trainers.signals import SIGNALS
 from posttrain_gym.inner_trainers.trl.algorithms import ALGORITHMS
 from posttrain_gym.meta_policies.controllers.rule_file import parse_rules
+from posttrain_gym.meta_policies.hyperparameters import load_hyperparameters
+from posttrain_gym.meta_policies.sb3 import SB3_ALGORITHMS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -76,3 +79,19 @@ def test_the_page_of_decision_spaces_names_every_key_scale_and_fact() -> None:
 def test_the_rule_file_of_the_documentation_is_one() -> None:
     (text,) = re.findall(r"```yaml\n(.*?)```", (DOCS / "controllers.md").read_text(), re.S)
     assert [rule.name for rule in parse_rules(text, "controllers.md").rules] == ["KL runaway", "slower at the end"]
+
+
+def test_the_page_of_meta_policies_names_every_algorithm_and_its_file_is_read(tmp_path: Path) -> None:
+    page = (DOCS / "meta_policies.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| .*? \| (\w+) \|", page, re.M)
+    assert rows == [(name, algorithm.acts) for name, algorithm in SB3_ALGORITHMS.items()]
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.S)
+    path = tmp_path / "ppo.yml"
+    path.write_text(text)
+    found = load_hyperparameters(path, "ppo")
+    assert (found.n_timesteps, found.arguments["learning_rate"]) == (500, "lin_3e-4")
+
+
+def test_the_page_of_wrappers_names_every_wrapper() -> None:
+    page = (DOCS / "wrappers.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)`", page, re.M)) == set(wrappers.__all__)
