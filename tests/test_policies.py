@@ -273,7 +273,7 @@ def test_another_decision_space_is_refused_with_the_difference(saved: Path) -> N
         TrainedPolicy(saved, base(space=narrow))
     knobs = {"learning_rate": Parameter(1e-4, 1e-3, "log")}
     other = DecisionSpace(("grpo", "sft"), ("left", "right"), {n: ("left", "right") for n in ("grpo", "sft")}, knobs)
-    with pytest.raises(ValueError, match="another decision space; parameters.learning_rate.low: the policy has"):
+    with pytest.raises(ValueError, match=r"another decision space; parameters.learning_rate.low: the policy has"):
         TrainedPolicy(saved, base(space=other))
     with pytest.raises(ValueError, match=r"observation.history: the policy has \[4, "):
         TrainedPolicy(saved, base(history=2))
