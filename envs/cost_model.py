@@ -17,7 +17,7 @@ _OWN = 0.5
 """Standard deviation of an algorithm's own weights around the shared ones, as a share of the prior's."""
 _PRIOR_WEIGHT = 3.0
 """Recipes that the assumed residual counts as, beside those that were measured."""
-_POOL_WEIGHT = 10.0
+_POOL_WEIGHT = 3.0
 """Residuals of all algorithms that count among those of one."""
 
 
@@ -170,10 +170,10 @@ def _half_width(residuals: tuple[Residuals, ...], mine: np.ndarray, assumed: flo
     seen in a few recipes; Student's factor then allows for how few groups there were.
     """
     widths = []
+    distinct = max((found.groups for found in residuals), default=0)
     for found in residuals:
         squared = (found.values / found.spreads) ** 2
-        pooled = _PRIOR_WEIGHT * assumed**2 + found.groups * _robust_square(squared)
-        pooled /= _PRIOR_WEIGHT + found.groups
+        pooled = (_PRIOR_WEIGHT * assumed**2 + distinct * _robust_square(squared)) / (_PRIOR_WEIGHT + distinct)
         count = int(mine.sum())
         own = _robust_square(squared[mine]) if count else 0.0
         square = (_POOL_WEIGHT * pooled + count * own) / (_POOL_WEIGHT + count)

@@ -19,7 +19,7 @@ from ..inner_trainers.recipe import Recipe
 from .cost_estimate import CostEstimate, Estimate, fits_memory
 from .cost_features import LINEAR, NAMES, bounds_of, references_of, row_of
 from .cost_fit import TIMED, Fitted, fit_quantities
-from .cost_rounds import EVALUATION, QUANTITIES, TRAINING, CostFacts, CostRound, CostRounds
+from .cost_rounds import EVALUATION, QUANTITIES, TRAINING, CostFacts, CostRound, CostRounds, KnownCosts
 
 if TYPE_CHECKING:
     from .search import Search
@@ -133,7 +133,7 @@ class CostPredictor:
         """Return the predictor of finished rounds of one task."""
         return cls(CostRounds.of_reports(reports, facts))
 
-    def predict(self, facts: CostFacts, recipe: Recipe) -> CostEstimate:
+    def predict(self, facts: KnownCosts, recipe: Recipe) -> CostEstimate:
         """Return what the whole of a recipe's round will cost on a task; a round that the budget cuts costs less.
 
         Raises:
@@ -141,7 +141,7 @@ class CostPredictor:
         """
         return self._estimate(facts, recipe, facts.step_bound(recipe))
 
-    def predict_batch(self, facts: CostFacts, recipes: Sequence[Recipe]) -> dict[str, np.ndarray]:
+    def predict_batch(self, facts: KnownCosts, recipes: Sequence[Recipe]) -> dict[str, np.ndarray]:
         """Return the estimates of many recipes as arrays.
 
         Returns:
@@ -237,7 +237,7 @@ class CostPredictor:
         ]
         return tuple(notes)
 
-    def _estimate(self, facts: CostFacts, recipe: Recipe, bound: Mapping[str, float]) -> CostEstimate:
+    def _estimate(self, facts: KnownCosts, recipe: Recipe, bound: Mapping[str, float]) -> CostEstimate:
         plan = self._plan(recipe.algorithm, facts.machine)
         most = bounds_of(recipe, bound, facts.evaluation_bound)
         found = {name: Estimate(v, 0.0, v, _BOUND, False) for name, v in zip(QUANTITIES, most, strict=True) if v > 0}

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from ..inner_trainers.base import UNITS, Cost, RoundReport
 from ..inner_trainers.recipe import Recipe
@@ -110,6 +110,28 @@ class CostRound:
             machine=str(data["machine"]),
             **tables,
         )
+
+
+class KnownCosts(Protocol):
+    """What the predictor asks of a task: `CostFacts`, or whatever has these."""
+
+    @property
+    def machine(self) -> str:
+        """Where the round will run."""
+
+    @property
+    def parameters(self) -> float:
+        """Parameters of the task's model."""
+
+    @property
+    def evaluation_bound(self) -> Mapping[str, float]:
+        """Unit -> the most an evaluation can cost."""
+
+    def step_bound(self, recipe: Recipe) -> Mapping[str, float]:
+        """Return unit -> the most one step can cost."""
+
+    def ignored(self, algorithm: str) -> tuple[str, ...]:
+        """Return the recipe fields that an algorithm ignores."""
 
 
 class CostFacts:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from .. import __version__
-from . import cli_lists, cli_rounds, cli_search, cli_space
+from . import cli_cost, cli_lists, cli_rounds, cli_search, cli_space
 from .progress import console, plain
 
 app = typer.Typer(
@@ -33,6 +33,7 @@ for command in (
     cli_search.compare,
     cli_rounds.run_recipe,
     cli_rounds.probe,
+    cli_cost.predict_cost,
     cli_rounds.replay,
     cli_space.space,
     cli_lists.tasks,
