@@ -267,10 +267,9 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
 
     def choice_masks(self) -> dict[str, np.ndarray]:
         """Return the legal choices of each discrete part, by its key, in the order of the action space's keys."""
-        legal = self.search.legal() if self._search is not None else dict.fromkeys(self.space.algorithms, True)
-        running = self._search is None or self._search.ended() is None
-        algorithms = [running and legal[name] for name in self.space.algorithms]
-        return {"algorithm": np.array([True, *algorithms]), "start": self.space.start_mask(self._legal_algorithms())}
+        names, playable = self.space.algorithms, self._playable()
+        algorithms = np.array([True, *[name in playable for name in names]])
+        return {"algorithm": algorithms, "start": self.space.start_mask(playable or names)}
 
     @property
     def asks_for_recipe(self) -> bool:
@@ -283,18 +282,20 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
         The constraints must allow it, whatever the other knobs are, and the budget pay a step with it. A knob that no
         legal algorithm uses has one legal value.
         """
-        legal = self.space.knob_mask(name, tuple(values), self._legal_algorithms())
+        legal = self.space.knob_mask(name, tuple(values), self._playable() or self.space.algorithms)
         if self._search is None or name not in COSTLY_KNOBS:
             return legal
         paid = legal & np.array([on and self._search.pays_with(name, v) for on, v in zip(legal, values, strict=True)])
         return paid if paid.any() else legal
 
-    def _legal_algorithms(self) -> tuple[str, ...]:
-        """Return the algorithms that are legal now; all of them where that is not yet, or no longer, asked."""
-        names = self.space.algorithms
-        if self._search is not None and self._search.ended() is None:
-            names = tuple(name for name, legal in self._search.legal().items() if legal)
-        return names
+    def _playable(self) -> tuple[str, ...]:
+        """Return the algorithms that a round may have now: all before the first `reset`, none once it has ended."""
+        if self._search is None:
+            return self.space.algorithms
+        legal = self._search.legal()
+        if self._search.ended(legal) is not None:
+            return ()
+        return tuple(name for name, there in legal.items() if there)
 
     def pays(self, recipe: Recipe) -> bool:
         """Return whether the budget pays a step of a recipe and its evaluation; True before the first `reset`."""

@@ -160,8 +160,12 @@ class Search(ProbedSearch):
             return recipe
         return self._prices.fitted(recipe)
 
-    def ended(self) -> str | None:
-        """Return why no further round may run (``"stop"``, ``"rounds"``, ``"patience"``, ``"budget"``), or None."""
+    def ended(self, legal: Mapping[str, bool] | None = None) -> str | None:
+        """Return why no further round may run (``"stop"``, ``"rounds"``, ``"patience"``, ``"budget"``), or None.
+
+        Args:
+            legal: what `legal` has just returned, where the caller has it.
+        """
         budget = self.ledger.budget
         if self.stopped:
             return "stop"
@@ -169,7 +173,7 @@ class Search(ProbedSearch):
             return "rounds"
         if self.rounds_without_best >= budget.patience:
             return "patience"
-        if not any(self.legal().values()):
+        if not any((self.legal() if legal is None else legal).values()):
             return "budget"
         return None
 
