@@ -55,6 +55,11 @@ def predict_cost(
     predictor = CostPredictor(found)
     estimate = predictor.predict(CostFacts(inner_task, trainer), asked)
     whole = estimate.total(unit)
+    notes = list(predictor.notes)
+    if predictor.rounds and all(one.recipe.algorithm != asked.algorithm for one in predictor.rounds):
+        notes.append(
+            f"none of the rounds is of {asked.algorithm}: errors are of other algorithms, intervals can be far off"
+        )
     errors = [
         error
         for error in predictor.errors
@@ -70,7 +75,7 @@ def predict_cost(
                 "budget_share": None if whole is None else whole.value / budget,
                 "rounds_that_the_budget_pays": pays,
                 "errors": [asdict(error) for error in errors],
-                "notes": list(predictor.notes),
+                "notes": notes,
             }
         )
         return
@@ -87,7 +92,7 @@ def predict_cost(
         say(_sentence(error))
     if whole is not None and pays is not None:
         say(f"budget: {whole.value / budget:.1%} of {budget:,.0f} {unit}; it pays about {pays} such rounds")
-    for note in predictor.notes:
+    for note in notes:
         say(f"note: {note}")
 
 

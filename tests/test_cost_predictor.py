@@ -138,3 +138,10 @@ def test_the_command_predicts_with_its_error(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, [*words, "--rounds", str(tmp_path / "rounds-x.jsonl")])
     assert "training, train tokens" in shown.output and "it pays about" in shown.output
     assert np.isfinite(fitted["budget_share"])
+    assert not any("none of the rounds" in note for note in fitted["notes"])
+    env: Any = RecordRounds(make(budget=AMPLE), tmp_path / "rounds-other.jsonl")
+    env.reset(seed=0)
+    env.step(recipe_action(env.unwrapped, "grpo"))
+    env.close()
+    other = CliRunner().invoke(app, [*words, "--rounds", str(tmp_path / "rounds-other.jsonl"), "--json"])
+    assert any("none of the rounds is of sft" in note for note in json.loads(other.output)["notes"])
