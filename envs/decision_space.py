@@ -197,7 +197,9 @@ class DecisionSpace(SpaceFields):
                 for choice in self.parameters[name].choices:
                     recipe = self._decided(algorithm, "best", None, {name: choice})
                     if getattr(recipe, name) == choice:
-                        found.append((algorithm, name, choice, recipe))
+                        # A refusal must be this choice's own, not that of another knob's middle choice.
+                        others = {other: KNOBS[other] for other in self._checked_choices if other != name}
+                        found.append((algorithm, name, choice, replace(recipe, **others)))
         return found
 
     # Cheap recipes ----------------------------------------------------------------------------------------------------
