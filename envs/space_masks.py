@@ -143,6 +143,21 @@ class DecisionOrder:
             legal[place] = self._completable(self._start, self._weights, chosen)
         return legal
 
+    def nearest_legal(self, knob: str) -> Any:
+        """Return the value nearest to a knob's middle with which the rest of the decision can be legal.
+
+        Raises:
+            ValueError: none was found near.
+        """
+        found = self._knobs[knob]
+        middle = found.parameter.decode(0.0)
+        slots = self._slots()
+        slots[found.slot] = _slot_value(found, middle)
+        for value in found.candidates(slots):
+            if self._completable(self._start, self._weights, {**self._chosen, found.slot: value}):
+                return found.parameter.choices[value] if found.parameter.named else value
+        raise ValueError(f"{knob}: no value near {middle!r} fits what was chosen before.")
+
     def choose(self, knob: str, value: Any) -> None:
         """Decide a knob."""
         found = self._knobs[knob]

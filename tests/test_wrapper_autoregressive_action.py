@@ -16,11 +16,15 @@ from stable_baselines3.common.env_checker import check_env as check_env_sb3
 
 from posttrain_gym.envs.decision_space import DecisionSpace, Parameter
 from posttrain_gym.envs.post_training import PostTrainingEnv
+from posttrain_gym.envs.space_masks import DecisionOrder
+from posttrain_gym.inner_trainers.recipe import STARTS
 from posttrain_gym.inner_trainers.tasks.letters import SOURCES
 from posttrain_gym.inner_trainers.testing import ScriptedFamily
 from posttrain_gym.inner_trainers.trl.algorithms import ALGORITHMS, check_recipe
 from posttrain_gym.wrappers import AutoregressiveAction, DiscretizeAction, FlattenAction
+from posttrain_gym.wrappers.discretize_action import coordinate_of
 
+from .random_spaces import random_space
 from .scripted_env import AMPLE, make
 
 LETTERS = tuple(sorted(SOURCES))
@@ -130,7 +134,7 @@ def test_ten_thousand_decisions_under_the_mask_give_no_illegal_round(wrapper: st
                     total += _sampled_without_training(wrapped, masked=wrapper == "discretize")
             env.search.stopped = False
     assert len(tried) > (total / 15 if wrapper == "autoregressive" else total / 2)
-    assert {recipe.algorithm for _, recipe in tried} == {n for n, why in env.space.problems.items() if why is None}
+    assert {recipe.algorithm for _, recipe in tried} == set(ALGORITHMS)
     for search, recipe in tried:
         check_recipe(search.task, recipe)
         search.space.encode(recipe)  # refuses what breaks a bound or a constraint
@@ -189,6 +193,58 @@ def test_where_it_does_not_fit_it_is_refused() -> None:
         autoregressive().encode_recipe(None)
     with pytest.raises(ValueError, match="bins: expected an integer"):
         AutoregressiveAction(make(), bins=1)
+
+
+def test_a_knob_whose_legal_values_lie_between_its_bins_takes_the_one_nearest_to_its_middle() -> None:
+    knobs = {
+        "learning_rate": Parameter(1e-5, 1e-3, "log"),
+        "steps": Parameter(10, 20, integer=True),
+    }
+    space = replace(make().space, parameters=knobs, constraints=("learning_rate in [2e-5, 7e-4]",))
+    env = AutoregressiveAction(make(budget=AMPLE, space=space, reuse=False), bins=4)
+    rng = np.random.default_rng(0)
+    rates = set()
+    env.reset(seed=0)
+    for _ in range(200):
+        mask = env.action_masks()
+        assert mask.any()
+        assert env.head != "learning_rate"
+        choice = int(rng.choice(np.flatnonzero(mask)[1:] if env.head == "algorithm" else np.flatnonzero(mask)))
+        info = env.step(choice)[4]
+        if "round" in info:
+            assert info["round"]["failure"] is None
+            rates.add(info["round"]["recipe"]["learning_rate"])
+    assert rates == {2e-5}  # by their logarithms, nearer to 1e-4 than 7e-4 is
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_on_random_spaces_every_decision_is_completed(seed: int) -> None:
+    space = random_space(seed)
+    rng = np.random.default_rng(seed)
+    legal = [name for name, problem in space.problems.items() if problem is None]
+    for _ in range(20):
+        order = DecisionOrder(space, str(rng.choice(legal)))
+        starts = np.flatnonzero(order.legal_starts())
+        assert len(starts)
+        order.choose_start(STARTS[int(rng.choice(starts))])
+        for knob in order.knobs:
+            if not order.uses(knob):
+                continue
+            parameter = space.parameters[knob]
+            count = len(parameter.choices) or 4
+            values = [parameter.decode(coordinate_of(parameter, b, count)) for b in range(count)]
+            found = np.flatnonzero(order.legal_values(knob, values))
+            order.choose(knob, values[int(rng.choice(found))] if len(found) else order.nearest_legal(knob))
+
+
+def test_a_choice_is_not_refused_for_what_another_knob_holds() -> None:
+    """Of `loss` each algorithm takes its own; the middle one is refused for most, and no reason to refuse a rank."""
+    env = PostTrainingEnv("letters", space=CONSTRAINED, budget=ENDLESS, instances=(0,))
+    assert {name: why for name, why in env.space.problems.items() if why is not None and name != "distill"} == {}
+    assert env.space.facts is not None
+    assert set(env.space.facts.refused["dpo"]) == {"loss"}
+    assert set(env.space.facts.refused["dpo"]["loss"]) == {"nll", "dft", "grpo"}
+    assert env.space.recipe("dpo", loss="ipo", lora_rank=8).loss == "ipo"
 
 
 def test_masks_follow_the_constraints_of_the_running_task() -> None:

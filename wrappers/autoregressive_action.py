@@ -7,7 +7,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from ..envs.decision_space import STOP
+from ..envs.decision_space import STOP, Parameter
 from ..envs.space_masks import DecisionOrder
 from ..inner_trainers.messages import require_integer
 from ..inner_trainers.recipe import STARTS
@@ -24,7 +24,8 @@ class AutoregressiveAction(gym.Wrapper[dict[str, np.ndarray], Any, Any, Any], gy
     algorithm uses with what was chosen before. `action_masks` is exact: a choice is legal when the choices before it
     and some after it can be a legal recipe whose step the budget pays. So what is chosen under the mask is what is
     trained: nothing is repaired, but for the mix, whose levels go to the nearest mix within the bounds. A head with one
-    legal choice is not asked. ``stop`` acts at once.
+    legal choice is not asked, nor a knob whose legal values all lie between its bins, which takes the one nearest to
+    its middle. ``stop`` acts at once.
 
     The action is a `Discrete` as wide as the widest head. A choice that is not legal becomes the nearest that is
     (``info["repaired"]``), for algorithms that take no masks. Steps before the last of a decision give reward 0, train
@@ -68,6 +69,7 @@ class AutoregressiveAction(gym.Wrapper[dict[str, np.ndarray], Any, Any, Any], gy
         decision = gym.spaces.Box(0.0, 1.0, (3 * len(self._heads),), np.float32)
         self.observation_space: Any = gym.spaces.Dict({**below.spaces, KEY: decision})
         self._chosen: dict[str, int] = {}
+        self._between: dict[str, Any] = {}
         self._head = "algorithm"
         self._mask = self._algorithms()
         self._order: DecisionOrder | None = None
@@ -132,7 +134,7 @@ class AutoregressiveAction(gym.Wrapper[dict[str, np.ndarray], Any, Any, Any], gy
     def _begin(
         self, observation: dict[str, np.ndarray], info: dict[str, Any]
     ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        self._chosen, self._head, self._order = {}, "algorithm", None
+        self._chosen, self._between, self._head, self._order = {}, {}, "algorithm", None
         self._mask = self._algorithms()
         self._last = observation, info
         return self._shown(observation), {**info, "deciding": self._head}
@@ -178,7 +180,10 @@ class AutoregressiveAction(gym.Wrapper[dict[str, np.ndarray], Any, Any, Any], gy
                 continue
             values = self._values(head)
             legal = order.legal_values(head, values)
-            held = {name: self._values(name)[self._chosen[name]] for name in self._bins if name in self._chosen}
+            if not legal.any():
+                self._take_between(order, head, values)
+                continue
+            held = {name: self._value(name) for name in self._bins if name in self._chosen}
             paid = [
                 on and base.search.pays_choices(algorithm, {**held, head: v})
                 for on, v in zip(legal, values, strict=True)
@@ -187,6 +192,14 @@ class AutoregressiveAction(gym.Wrapper[dict[str, np.ndarray], Any, Any, Any], gy
             return True
         self._head = ""
         return False
+
+    def _take_between(self, order: DecisionOrder, head: str, values: list[Any]) -> None:
+        """Decide a knob whose legal values lie between its bins; the observation shows the nearest bin."""
+        value = order.nearest_legal(head)
+        order.choose(head, value)
+        encode = base_env(self.env).space.parameters[head].encode
+        self._between[head] = value
+        self._chosen[head] = int(np.argmin([abs(encode(other) - encode(value)) for other in values]))
 
     def _weights(self, usable: Any) -> dict[str, float]:
         levels = {name: float(self._chosen.get(f"mix.{name}", 0)) for name in usable}
@@ -198,6 +211,14 @@ class AutoregressiveAction(gym.Wrapper[dict[str, np.ndarray], Any, Any, Any], gy
         parameter, count = base_env(self.env).space.parameters[name], self._bins[name]
         return [parameter.decode(float(np.float32(coordinate_of(parameter, b, count)))) for b in range(count)]
 
+    def _value(self, name: str) -> Any:
+        return self._between[name] if name in self._between else self._values(name)[self._chosen[name]]
+
+    def _coordinate(self, name: str, parameter: Parameter) -> float:
+        if name in self._between:
+            return parameter.encode(self._between[name])
+        return coordinate_of(parameter, self._chosen[name], self._bins[name])
+
     def _action(self) -> dict[str, Any]:
         """Return the environment's action of what was chosen."""
         base = base_env(self.env)
@@ -207,7 +228,7 @@ class AutoregressiveAction(gym.Wrapper[dict[str, np.ndarray], Any, Any, Any], gy
         algorithm = space.algorithms[self._chosen["algorithm"] - 1]
         weights = self._weights(space.usable[algorithm] or space.sources)
         parameters = [
-            coordinate_of(parameter, self._chosen[name], self._bins[name]) if name in self._chosen else 0.0
+            self._coordinate(name, parameter) if name in self._chosen else 0.0
             for name, parameter in space.parameters.items()
         ]
         return {
