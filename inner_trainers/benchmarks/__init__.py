@@ -1,0 +1,1 @@
+"""Benchmarks from files and generators: verifiers, dimensions, adapters."""
