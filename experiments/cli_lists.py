@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -42,6 +43,7 @@ def tasks(
         "sources": {n: {k: len(r) for k, r in s.rows.items()} for n, s in built.sources.items()},
         "distinct_rows": {n: {k: distinct_rows(r) for k, r in s.rows.items()} for n, s in built.sources.items()},
         "leaked_rows_removed": dict(built.leaked),
+        "contaminated_items_removed": [asdict(item) for item in built.contaminated],
         "benchmark": {
             "weights": dict(built.benchmark.weights),
             "validation": len(built.benchmark.validation),

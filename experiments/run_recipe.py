@@ -102,7 +102,7 @@ def run_recipe(
         save_file({name: value.contiguous() for name, value in merge(checkpoint.weights).items()}, partial)
         partial.replace(save)
     scores = {}
-    flags = list(report.flags)
+    flags = [*drawn.built.flags, *report.flags]
     for split in ("validation", "test"):
         before = trainer.evaluate(drawn, base, split)[0]
         after = before if checkpoint is None else trainer.evaluate(drawn, checkpoint, split)[0]

@@ -143,12 +143,12 @@ class BenchmarkOverlap:
 
     def _meant(self, pattern: tuple[int, ...], own: list[NDArray[np.bool_]]) -> dict[int, int]:
         """Return item -> the first run that a row shares with it in words of the item's own."""
-        found: dict[int, int] = {}
+        found: dict[int, tuple[int, int]] = {}  # item -> place in it, run
         for run in pattern:
             for item, begin in self._places[run]:
                 if _enough(own[item][begin : begin + self._lengths[run]]):
-                    found.setdefault(item, run)
-        return found
+                    found[item] = min(found.get(item, (begin, run)), (begin, run))
+        return {item: run for item, (_, run) in found.items()}
 
     def _own_words(self) -> list[NDArray[np.bool_]]:
         """Return of each item which words are its own, those aside that many different rows share with it."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..messages import did_you_mean, require_integer, require_number, where_raised
-from .rows import ROW_COLUMNS, canonical, check_columns, has_turns, leaks
+from .contamination import ContaminatedItem, separate
+from .rows import ROW_COLUMNS, canonical, check_columns, has_turns
 from .rows import Row as Row
 
 if TYPE_CHECKING:
@@ -247,17 +249,18 @@ def _asked(task: InnerTask, part: str, expected: Any) -> Any:
 
 @dataclass(frozen=True)
 class BuiltTask:
-    """A task's parts after checking: rows that repeat a benchmark prompt are taken out of the sources.
+    """A task's parts after checking: what rows and benchmark have in common is taken out, see `contamination.separate`.
 
     Attributes:
         sources: name -> source, in sorted order.
         benchmark: the benchmark.
-        leaked: source name -> number of rows removed because their prompt is a benchmark prompt.
+        leaked: source name -> number of rows removed because they ask a benchmark prompt.
         content_hash: 16 hex digits over base weights, every row and every item; an edited row changes it.
         checkpoint_hash: 16 hex digits over the files of the base checkpoint alone.
         teacher: folder of the teacher; None when there is none.
         teacher_hash: 16 hex digits over the files of the teacher; empty when there is none.
         chat: how prompts become turns; None for plain text.
+        contaminated: items removed from the benchmark because a run of their words stands in training rows.
     """
 
     sources: Mapping[str, Source]
@@ -268,30 +271,41 @@ class BuiltTask:
     teacher: Path | None = None
     teacher_hash: str = ""
     chat: Chat | None = None
+    contaminated: tuple[ContaminatedItem, ...] = ()
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Sentences about what was taken out; usually none."""
+        flags = []
+        if self.leaked:
+            counts = ", ".join(f"{name} {count}" for name, count in self.leaked.items())
+            flags.append(f"rows were taken out because they ask a benchmark prompt: {counts}")
+        if self.contaminated:
+            first = self.contaminated[0]
+            flags.append(
+                f"{len(self.contaminated)} benchmark items are not scored because a run of their words stands in "
+                f"training rows; the first, of {first.split}: {first.prompt!r}, in source {first.source!r}, "
+                f"{first.kind} row {first.row}: {first.shared!r}"
+            )
+        return tuple(flags)
 
     @classmethod
     def build(cls, task: InnerTask) -> BuiltTask:
         """Build and check the parts of ``task``."""
         benchmark = _asked(task, "benchmark", Benchmark)
-        held_out = {item.prompt for split in SPLITS for item in benchmark.items(split)}
-        sources: dict[str, Source] = {}
-        leaked: dict[str, int] = {}
         digest = hashlib.sha256()
         offered = list(_asked(task, "sources", Iterable))
         for source in offered:
             if not isinstance(source, Source):
                 raise ValueError(f"task {task.name!r}: sources() must return Source objects, got {source!r}.")
-        for source in sorted(offered, key=lambda s: s.name):
-            if source.name in sources:
+        offered.sort(key=lambda source: source.name)
+        for source, following in itertools.pairwise(offered):
+            if source.name == following.name:
                 raise ValueError(f"task {task.name!r}: two sources are called {source.name!r}.")
-            clean = {
-                kind: [row for row in rows if not leaks(kind, row, held_out)] for kind, rows in source.rows.items()
-            }
-            removed = sum(len(source.rows[kind]) - len(rows) for kind, rows in clean.items())
-            if removed:
-                leaked[source.name] = removed
-                source = replace(source, rows={k: r for k, r in clean.items() if r})
-            sources[source.name] = source
+        separated = separate(task.name, offered, benchmark)
+        benchmark = separated.benchmark
+        sources = {source.name: source for source in separated.sources}
+        for source in sources.values():
             plain = {k: list(map(dict, r)) for k, r in source.rows.items()}
             digest.update(canonical([source.name, source.verifier_version, plain]))
         if not sources:
@@ -319,7 +333,8 @@ class BuiltTask:
         return cls(
             sources=sources,
             benchmark=benchmark,
-            leaked=leaked,
+            leaked=separated.leaked,
+            contaminated=separated.contaminated,
             content_hash=digest.hexdigest()[:16],
             checkpoint_hash=hashlib.sha256(checkpoint).hexdigest()[:16],
             teacher=None if teacher is None else Path(teacher),
