@@ -1,19 +1,15 @@
-"""The command line, `posttrain-gym`: its commands, and how errors and interrupts end it."""
+"""The command line `posttrain-gym`: its commands."""
 
 from __future__ import annotations
 
-import io
-import os
-import signal
-import sys
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from .. import __version__
 from . import cli_cost, cli_lists, cli_rounds, cli_search, cli_space
-from .progress import console, plain
+from .cli_entry import run_app
+from .progress import console
 
 app = typer.Typer(
     help="LLM post-training as a Gymnasium environment: one step is one real training round.",
@@ -21,10 +17,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-errors = Console(stderr=True, highlight=False)
-INTERRUPTED = 130
-DEBUG = "POSTTRAIN_GYM_DEBUG"
-"""Environment variable that shows the traceback behind an error."""
 
 for command in (
     cli_search.demo,
@@ -45,32 +37,8 @@ for command in (
 
 
 def main() -> None:
-    """Run the command line; errors a person can act on are one paragraph and exit code 2."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads collapse on a shared machine
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    sys.path.append(os.getcwd())  # module:Class of a person's own folder
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without "±" shows "?" instead of ending the run
-    signal.signal(signal.SIGTERM, _interrupt)  # a polite end is an interrupt: finished rounds are kept
-    try:
-        app()
-    except (ValueError, RuntimeError, OSError) as error:
-        if os.environ.get(DEBUG):
-            raise
-        errors.print(f"[bold red]error[/]: {plain(str(error))}", soft_wrap=True)
-        raise SystemExit(2) from None
-    except SystemExit as stop:
-        if stop.code == INTERRUPTED:  # typer turns Ctrl-C into this code without a word
-            errors.print(
-                "interrupted; train (with --resume), compare and demo go on where they were: finished rounds are kept.",
-                soft_wrap=True,
-            )
-        raise
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
+    """Run `posttrain-gym`; see `cli_entry.run_app`."""
+    run_app(app, "train (with --resume), compare and demo go on where they were: finished rounds are kept.")
 
 
 @app.callback(invoke_without_command=True)

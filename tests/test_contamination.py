@@ -54,7 +54,9 @@ def test_the_users_turns_are_what_a_conversation_asks() -> None:
 
             return Chat()
 
-    rows = {"demonstrations": [{"messages": turns}, {"prompt": "1", "completion": "2+2="}]}
+    rows: dict[str, list[dict[str, Any]]] = {
+        "demonstrations": [{"messages": turns}, demonstrations(("1", "2+2="))["demonstrations"][0]]
+    }
     assert Chatting(Source("own", rows)).built.leaked == {"own": 1}
 
 
