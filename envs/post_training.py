@@ -206,7 +206,7 @@ class PostTrainingEnv(gym.Env[dict[str, np.ndarray], dict[str, Any]]):
         self._episode += 1
         self._search_began()
         info = self._info(None)
-        info["flags"] = list(completion_flags(search.scorecards["base"]))
+        info["flags"] = [*task.built.flags, *completion_flags(search.scorecards["base"])]
         return self._observation(), info
 
     @contextmanager

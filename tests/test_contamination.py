@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import pytest
 
+import posttrain_gym  # noqa: F401 - registers the environments
 from posttrain_gym.inner_trainers.tasks import Benchmark, InnerTask, Item, Source
+from posttrain_gym.inner_trainers.testing import ScriptedTrainer
 
 STORY = "the old miller counted his nine white geese by the frozen river before the sun went down"
 TALE = "a young sailor painted seven small boats in green and yellow while rain fell on the quiet harbour"
@@ -88,6 +91,20 @@ def test_an_item_that_stands_in_a_row_is_not_credited() -> None:
     clean = Stories(Source("books", {"text": [{"text": "Nothing here."}]}), more=(extra,)).built
     assert clean.content_hash != built.content_hash
     assert clean.flags == ()
+
+
+def test_what_was_taken_out_is_told_at_reset() -> None:
+    class Scripted(Stories):
+        def trainer(self) -> Any:
+            return ScriptedTrainer()
+
+        def benchmark(self) -> Benchmark:
+            items = [Item("1", "x"), Item("2", "y")]
+            return Benchmark({"x": 0.5, "y": 0.5}, items, [Item("3", "x"), Item("4", "y")], lambda item, text: 0.0)
+
+    rows = {**demonstrations(("1.", "x"), ("5", "y")), "prompts": [{"prompt": "6"}]}
+    env = gym.make("PostTrain/Recipe-v0", task=Scripted(Source("own", rows, lambda row, text: 0.0)))
+    assert env.reset(seed=0)[1]["flags"] == ["rows were taken out because they ask a benchmark prompt: own 1"]
 
 
 def test_a_row_that_is_taken_out_does_not_contaminate() -> None:
