@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from pathlib import Path
 from typing import Any
 
 from ..messages import did_you_mean, where_raised
@@ -17,20 +18,30 @@ BUILT_IN = {
 }
 """Built-in task families: name -> ``module:Class``."""
 
+TASK_FILE_SUFFIXES = (".yaml", ".yml", ".json")
+"""What the name of a task file ends in."""
 
-def resolve_task(task: str | InnerTask | TaskFamily | type[Any]) -> TaskFamily:
-    """Return the family behind a built-in name, ``module:Class``, an object or a class.
+
+def resolve_task(task: str | Path | InnerTask | TaskFamily | type[Any]) -> TaskFamily:
+    """Return the family behind a built-in name, a task file, ``module:Class``, an object or a class.
+
+    A path is a task file's, and so is text that ends in one of `TASK_FILE_SUFFIXES`; see `task_file`.
 
     Raises:
-        ValueError: no such name, module or class, or something that is neither a task nor a family.
+        ValueError: no such name, file, module or class, a file that is wrong, or something that is neither a task nor
+            a family.
     """
     given: Any = task
+    if isinstance(given, Path) or (isinstance(given, str) and given.lower().endswith(TASK_FILE_SUFFIXES)):
+        from .task_file import FileTask
+
+        return SingleTask(FileTask(given))
     if isinstance(given, str):
         target = BUILT_IN.get(given, given)
         if ":" not in target:
             raise ValueError(
                 f"task: no built-in task is called {given!r}.{did_you_mean(given, BUILT_IN)} "
-                "A task of your own is given as 'module:Class'."
+                "A task of your own is given as 'module:Class', or as the name of a file such as task.yaml."
             )
         module_name, _, attribute = target.partition(":")
         if not module_name or module_name.startswith("."):
