@@ -1,0 +1,108 @@
+"""Rows of Parquet and Arrow files, read in batches: values as stored, without keys that the format itself made up."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..messages import first_line
+from .bytes_in import require_unchanged, state_of
+from .errors import DataError
+from .raw_row import RawRow
+
+BATCH = 1024
+
+
+def parquet_rows(path: Path) -> Iterator[RawRow]:
+    """Yield the rows of a Parquet file.
+
+    Raises:
+        DataError: it is cut or damaged, changed while it was read, or has a column of bytes.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    before = state_of(path)
+    try:
+        with parquet.ParquetFile(path) as file:
+            _check_columns(path, file.schema_arrow)
+            yield from _rows(path, file.iter_batches(batch_size=BATCH))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(path, f"it is no whole Parquet file ({first_line(error, 200)}); copy it again.") from error
+    require_unchanged(path, before)
+
+
+def arrow_rows(path: Path) -> Iterator[RawRow]:
+    """Yield the rows of an Arrow file, in the stream format that `datasets` writes or the random-access one.
+
+    Raises:
+        DataError: as `parquet_rows`.
+    """
+    import pyarrow
+    from pyarrow import ipc
+
+    before = state_of(path)
+    try:
+        with pyarrow.memory_map(str(path)) as source:
+            try:
+                reader: Any = ipc.open_stream(source)
+                batches: Any = reader
+            except pyarrow.ArrowInvalid:
+                reader = ipc.open_file(source)
+                batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+            _check_columns(path, reader.schema)
+            yield from _rows(path, (part for batch in batches for part in _slices(batch)))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(path, f"it is no whole Arrow file ({first_line(error, 200)}); copy it again.") from error
+    require_unchanged(path, before)
+
+
+def _slices(batch: Any) -> Iterator[Any]:
+    for begin in range(0, batch.num_rows, BATCH):
+        yield batch.slice(begin, BATCH)
+
+
+def _check_columns(path: Path, schema: Any) -> None:
+    from pyarrow import types
+
+    for field in schema:
+        if types.is_binary(field.type) or types.is_large_binary(field.type) or types.is_fixed_size_binary(field.type):
+            raise DataError(
+                path, f"it holds bytes ({field.type}); write text, or leave the column out.", column=field.name
+            )
+
+
+def _rows(path: Path, batches: Iterator[Any]) -> Iterator[RawRow]:
+    number = 0
+    for batch in batches:
+        for row in batch.to_pylist():
+            number += 1
+            yield RawRow(
+                number, None, {name: _plain(value, path, number, name) for name, value in row.items()}, None, path
+            )
+
+
+def _plain(value: Any, path: Path, row: int, column: str) -> Any:
+    """Return a stored value as plain data.
+
+    A struct has every key that some row has, null where a row has it not, so null entries of structs are left out: a
+    tool call keeps its own arguments alone.
+    """
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, dict):
+        return {key: _plain(inner, path, row, column) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        if value and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):  # a map
+            return {str(key): _plain(inner, path, row, column) for key, inner in value}
+        return [_plain(inner, path, row, column) for inner in value]
+    if isinstance(value, decimal.Decimal):
+        return str(value)
+    if isinstance(value, datetime.datetime | datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    raise DataError(path, f"a value of type {type(value).__name__} is neither text nor number.", row=row, column=column)
