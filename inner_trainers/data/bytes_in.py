@@ -1,10 +1,11 @@
-"""Opens one file of rows as bytes: compression by its first bytes, what is no regular file, changes while it is read."""
+"""Opens one file of rows as bytes: known by its first bytes, a regular file, the same before and after it is read."""
 
 from __future__ import annotations
 
 import bz2
 import gzip
 import hashlib
+import io
 import lzma
 import os
 import stat
@@ -12,7 +13,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from ..messages import did_you_mean
 from .errors import DataError
@@ -94,15 +95,15 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     require_file(path)
     before = _state(path)
     compression = compression_of(path)
-    raw: IO[bytes]
+    raw: Any  # closed by the block below
     if compression == "gzip":
-        raw = gzip.open(path, "rb")
+        raw = gzip.GzipFile(path)
     elif compression == "bzip2":
-        raw = bz2.open(path, "rb")
+        raw = bz2.BZ2File(path)
     elif compression == "xz":
-        raw = lzma.open(path, "rb")
+        raw = lzma.LZMAFile(path)
     else:
-        raw = path.open("rb")
+        raw = io.BufferedReader(io.FileIO(path), _CHUNK)  # noqa: SIM115
     with raw:
         yield raw
     require_unchanged(path, before)

@@ -63,8 +63,8 @@ def json_lines(path: Path, file: IO[bytes], report: Report) -> Iterator[RawRow]:
 def damaged(rows: int, error: BaseException) -> str:
     """Return the sentence about compressed data that ends early."""
     return (
-        f"the compressed data is cut or damaged after {rows} whole rows ({first_line(error)}); copy or download the file "
-        "again."
+        f"the compressed data is cut or damaged after {rows} whole rows ({first_line(error)}); copy or download the "
+        "file again."
     )
 
 

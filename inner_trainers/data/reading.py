@@ -11,10 +11,10 @@ from functools import cached_property
 from pathlib import Path
 
 from .arrow_rows import arrow_rows, parquet_rows
-from .bytes_in import compression_of, first_bytes, hash_of, opened
+from .bytes_in import TRUNCATED, compression_of, first_bytes, hash_of, opened
 from .csv_rows import csv_rows
 from .errors import DataError
-from .json_rows import Report, json_array, json_lines
+from .json_rows import Report, damaged, json_array, json_lines
 from .raw_row import RawRow
 
 FILE_FORMATS = ("jsonl", "json", "csv", "parquet", "arrow", "hub")
@@ -142,8 +142,11 @@ def format_of(path: Path) -> str:
         raise DataError(path, f"it is called {suffix} but does not begin as such a file; is the download whole?")
     if suffix in (".csv", ".tsv"):
         return "csv"
-    with opened(path) as file:
-        head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+    try:
+        with opened(path) as file:
+            head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+    except TRUNCATED as error:
+        raise DataError(path, damaged(0, error)) from error
     if head.startswith(b"["):
         return "json"
     if suffix in (".jsonl", ".ndjson", ".json") or head.startswith(b"{") or not head:
@@ -171,8 +174,8 @@ def _folder(path: Path) -> DataFile:
         shown = ", ".join(inside[:8]) + (", …" if len(inside) > 8 else "")
         raise DataError(
             path,
-            f"it is a folder without data files (it holds: {shown or 'nothing'}); name a file, or a folder with files that "
-            f"end in {', '.join(SUFFIXES)}.",
+            f"it is a folder without data files (it holds: {shown or 'nothing'}); name a file, or a folder with files "
+            f"that end in {', '.join(SUFFIXES)}.",
         )
     return _several(path, files)
 
