@@ -1,4 +1,4 @@
-"""Forms of rows are told by their columns; a row of each becomes what tasks train on, or is refused with the way out."""
+"""Forms of rows are told by their columns; a row of each becomes what tasks train on, or says why it cannot."""
 
 from __future__ import annotations
 

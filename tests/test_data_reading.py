@@ -381,7 +381,7 @@ def test_a_hub_name_that_cannot_be_reached_says_what_to_do(monkeypatch: pytest.M
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     assert "no network" in str(refused("some-org/some-set@main:train"))
-    asked = {}
+    asked: dict[str, Any] = {}
 
     def reached(name: str, **settings: Any) -> Any:
         asked.update(settings, name=name)

@@ -101,9 +101,9 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     elif compression == "bzip2":
         raw = bz2.BZ2File(path)
     elif compression == "xz":
-        raw = lzma.LZMAFile(path)
+        raw = lzma.LZMAFile(path)  # noqa: SIM115
     else:
-        raw = io.BufferedReader(io.FileIO(path), _CHUNK)  # noqa: SIM115
+        raw = io.BufferedReader(io.FileIO(path), _CHUNK)
     with raw:
         yield raw
     require_unchanged(path, before)
