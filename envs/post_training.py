@@ -433,11 +433,15 @@ def _checked_seeds(instances: Sequence[int]) -> Sequence[int]:
 
 
 def default_space(task: InnerTask, trainer: InnerTrainer) -> DecisionSpace:
-    """Return the default decision space: every algorithm the trainer knows, every source of the task."""
+    """Return the default decision space: every algorithm the trainer knows, every source of the task.
+
+    What is no knob is as recipes of the task leave it out (`InnerTask.recipe_defaults`).
+    """
     return DecisionSpace(
         algorithms=trainer.algorithms,
         sources=tuple(task.built.sources),
         usable={name: trainer.usable_sources(task, name) for name in trainer.algorithms},
+        fixed={name: value for name, value in task.recipe_defaults().items() if name not in DEFAULT_PARAMETERS},
     )
 
 

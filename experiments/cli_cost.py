@@ -39,10 +39,10 @@ def predict_cost(
     from ..inner_trainers.recipe_file import load_recipe
     from .settings import EnvSettings
 
-    asked = load_recipe(recipe)
     settings = EnvSettings(task=task, budget=Budget(budget, unit))
     family, trainer = settings.family(), settings.trainer()
     inner_task = family.instance(instance)
+    asked = load_recipe(recipe, inner_task.recipe_defaults())
     trainer.check(inner_task, asked)
 
     def task_of(entry: Mapping[str, Any]) -> Any:

@@ -42,8 +42,8 @@ def run_probe(
     for name in given:
         if name not in own:
             raise ValueError(f"{name}: a {what} probe has no such setting.{did_you_mean(name, own)}")
-    recipe = replace(load_recipe(path), start="base")
     drawn = resolve_task(task).instance(instance)
+    recipe = replace(load_recipe(path, drawn.recipe_defaults()), start="base")
     trainer: Any = drawn.trainer()
     if trainer is None:
         from ..inner_trainers.trl.trainer import TrlTrainer

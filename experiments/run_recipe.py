@@ -63,13 +63,13 @@ def run_recipe(
     Raises:
         ValueError: a file, name or setting that is not what it should be; before any training.
     """
-    recipe = load_recipe(path)
     if save is not None:
         require_folder("save", save.parent.resolve())
         if save.is_dir():
             raise ValueError(f"save: {save} is a folder; expected the name of a .safetensors file.")
     controller = None if control is None else _controller(control)
     drawn = resolve_task(task).instance(instance)
+    recipe = load_recipe(path, drawn.recipe_defaults())
     trainer: Any = drawn.trainer()
     if trainer is None:
         from ..inner_trainers.fault_policy import FaultPolicy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,12 @@ _NUMBERS = {f.name: f.type for f in fields(Recipe) if f.type in ("int", "float")
 _TRUTHS = {f.name for f in fields(Recipe) if f.type == "bool"}
 
 
-def load_recipe(path: Path) -> Recipe:
+def load_recipe(path: Path, defaults: Mapping[str, Any] | None = None) -> Recipe:
     """Read a recipe from YAML or JSON.
+
+    Args:
+        path: the file.
+        defaults: fields that it takes when it leaves them out; see `InnerTask.recipe_defaults`.
 
     Raises:
         ValueError: no such file, no mapping, an unknown key, or a value outside its range; names file, line and key.
@@ -32,7 +37,7 @@ def load_recipe(path: Path) -> Recipe:
         for source, weight in data["mix"].items():
             _require_number(file, ("mix", source), weight, "a number")
     try:
-        return Recipe.from_dict(data)
+        return Recipe.from_dict({**(defaults or {}), **data})
     except FileError:
         raise
     except (ValueError, TypeError) as error:

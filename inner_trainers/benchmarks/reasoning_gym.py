@@ -104,8 +104,8 @@ def draw_questions(dataset: str, settings: Mapping[str, Any], split: str, size: 
                     )
             return drawn
     raise ValueError(
-        f"reasoning_gym: {dataset!r} with {dict(settings)} has only {len(found)} different questions for the {split} split "
-        f"within reach, {size} are asked; lower size, or widen its settings."
+        f"reasoning_gym: {dataset!r} with {dict(settings)} has only {len(found)} different questions for the {split} "
+        f"split within reach, {size} are asked; lower size, or widen its settings."
     )
 
 
@@ -237,7 +237,8 @@ def _created(dataset: str, settings: Mapping[str, Any], size: int, seed: int) ->
         known = {each.name for each in fields(DATASETS[dataset][1])} - {"size", "seed"}
         unknown = next((name for name in settings if name not in known), "")
         raise ValueError(
-            f"reasoning_gym: {dataset!r} has no setting {unknown!r} ({first_line(error)}).{did_you_mean(unknown, known)}"
+            f"reasoning_gym: {dataset!r} has no setting {unknown!r} ({first_line(error)})."
+            f"{did_you_mean(unknown, known)}"
         ) from None
     except (AssertionError, ValueError) as error:  # how the package says that a setting is out of range
         raise ValueError(f"reasoning_gym: {dataset!r} refuses {dict(settings)}: {first_line(error)}.") from None
@@ -246,8 +247,8 @@ def _created(dataset: str, settings: Mapping[str, Any], size: int, seed: int) ->
 def _question(dataset: str, entry: Mapping[str, Any]) -> Question:
     if not isinstance(entry["answer"], str):
         raise ValueError(
-            f"reasoning_gym: {dataset!r} has no single right answer as text (got {entry['answer']!r}), so there is nothing "
-            "to show or to compare with; choose another data set."
+            f"reasoning_gym: {dataset!r} has no single right answer as text (got {entry['answer']!r}), so there is "
+            "nothing to show or to compare with; choose another data set."
         )
     try:
         return Question(entry["question"], entry["answer"], json.dumps(entry["metadata"], sort_keys=True))

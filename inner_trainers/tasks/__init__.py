@@ -14,6 +14,7 @@ __all__ = ["BUILT_IN", "Benchmark", "Chat", "InnerTask", "Item", "SingleTask", "
 
 BUILT_IN = {
     "calculator": "posttrain_gym.inner_trainers.tasks.calculator:CalculatorTask",
+    "smol-reasoning": "posttrain_gym.inner_trainers.tasks.smol_reasoning:SmolReasoning",
     "letters": "posttrain_gym.inner_trainers.tasks.letters:LettersFamily",
 }
 """Built-in task families: name -> ``module:Class``."""

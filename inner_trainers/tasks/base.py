@@ -218,6 +218,10 @@ class InnerTask(ABC):
         """Return the task's own inner trainer, or None for the TRL trainer."""
         return None
 
+    def recipe_defaults(self) -> Mapping[str, Any]:
+        """Return recipe fields that recipe files of this task, and its default decision space, leave out."""
+        return {}
+
     def facts(self) -> dict[str, Any]:
         """Return what may be shown of the task: name and free descriptors. Hidden qualities do not belong here."""
         return {"name": self.name}

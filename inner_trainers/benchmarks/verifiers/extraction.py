@@ -21,11 +21,11 @@ NUMBER = re.compile(r"[-+−]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d
 
 
 class Extraction:
-    """How an answer is found in a completion.
+    r"""How an answer is found in a completion.
 
     Args:
         way: ``whole`` (the completion without white space at its ends), ``last_line``, ``last_number``,
-            ``after:TEXT`` (what follows the last TEXT, to the end of its line), ``boxed`` (LaTeX's ``\\boxed{…}``, the
+            ``after:TEXT`` (what follows the last TEXT, to the end of its line), ``boxed`` (LaTeX's ``\boxed{…}``, the
             last), ``tag:NAME`` (``<NAME>…</NAME>``, the last) or ``regex:PATTERN`` (the first group, or the whole
             match, of the last match).
 
@@ -63,7 +63,8 @@ def compiled(pattern: str, setting: str, flags: int = 0) -> regex.Pattern[str]:
     try:
         return regex.compile(pattern, flags)
     except (regex.error, RecursionError, OverflowError) as error:
-        place = f" at character {error.pos + 1}" if getattr(error, "pos", None) is not None else ""
+        position = getattr(error, "pos", None)
+        place = "" if position is None else f" at character {position + 1}"
         raise ValueError(f"{setting}: {pattern!r} is no pattern ({first_line(error)}{place}).") from None
 
 
