@@ -19,7 +19,7 @@ from ..inner_trainers.messages import did_you_mean, require_integer
 from ..inner_trainers.recipe import Recipe
 from ..inner_trainers.tasks import InnerTask, TaskFamily, resolve_task
 from .budget import Budget
-from .decision_space import COSTLY_KNOBS, STOP, DecisionSpace
+from .decision_space import COSTLY_KNOBS, DEFAULT_PARAMETERS, STOP, DecisionSpace
 from .journal import Journal
 from .observation import CHECKPOINTS, LOSS_SCALE, SCORE_COLUMNS, ObservationInputs, ObservationLayout, observe
 from .reward import round_reward
