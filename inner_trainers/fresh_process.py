@@ -280,7 +280,7 @@ def _run(folder: str, hash_seed: str, seconds: float, build_seconds: float) -> t
                 if now != changed:
                     changed, since = now, time.monotonic()
                 where, _ = _at(changed)
-                if time.monotonic() - since > (build_seconds if where == BUILDING else 2 * seconds + 5):
+                if time.monotonic() - since > (build_seconds if where == BUILDING else 2 * seconds + 3):
                     break
                 time.sleep(_POLL_SECONDS)
             else:

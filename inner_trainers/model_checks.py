@@ -10,6 +10,7 @@ from .messages import first_line
 from .task_findings import Findings, counted, quoted
 from .tasks.base import SPLITS, InnerTask
 from .tasks.rows import Row
+from .tokens import text_ids
 
 if TYPE_CHECKING:
     from .base import InnerTrainer
@@ -82,14 +83,12 @@ def _check_lengths(
     chat: ChatFormat | None,
     right: Mapping[str, Sequence[tuple[str, str]]],
 ) -> None:
-    from .tokens import text_ids
-
     benchmark = task.built.benchmark
     limit = benchmark.max_new_tokens
     scored = {prompt for split in SPLITS for prompt in (item.prompt for item in benchmark.items(split))}
     pairs = {pair for name, found in right.items() if name.startswith("benchmark.") for pair in found}
     answers = sorted(pair for pair in pairs if pair[0] in scored)
-    lengths = [len(ids) + 1 for ids in text_ids(tokenizer, [text for _, text in answers])] if answers else []
+    lengths = [len(ids) + 1 for ids in _ids(tokenizer, [text for _, text in answers])]
     long = [(count, pair) for count, pair in zip(lengths, answers, strict=True) if count > limit]
     if long:
         count, (prompt, text) = max(long)
@@ -103,7 +102,7 @@ def _check_lengths(
     for name, source in task.built.sources.items():
         rows = source.rows.get("demonstrations", ())[:_MOST_TEXTS]
         said = [_answer(row) for row in rows]
-        lengths = [len(ids) + 1 for ids in text_ids(tokenizer, said)] if said else []
+        lengths = [len(ids) + 1 for ids in _ids(tokenizer, said)]
         over = [number for number, count in enumerate(lengths, 1) if count > limit]
         if over:
             findings.warning(
@@ -116,7 +115,7 @@ def _check_lengths(
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     prompts = [item.prompt for split in SPLITS for item in benchmark.items(split)][:_MOST_TEXTS]
     try:
-        ids = chat.prompts(prompts) if chat is not None else text_ids(tokenizer, prompts)
+        ids = chat.prompts(prompts) if chat is not None else _ids(tokenizer, prompts)
     except ValueError as error:
         findings.error("template", "chat()", str(error))
         return
@@ -143,8 +142,6 @@ def _check_vocabulary(
     unknown = tokenizer.unk_token_id
     if unknown is None or unknown == tokenizer.eos_token_id:
         return
-    from .tokens import text_ids
-
     benchmark = task.built.benchmark
     answers = {text for name, pairs in right.items() if name.startswith("benchmark.") for _, text in pairs}
     texts = {"benchmark, right answers": sorted(answers)}
@@ -153,10 +150,10 @@ def _check_vocabulary(
         for kind, rows in source.rows.items():
             texts[f"source {name!r}, {kind}"] = [_whole(row) for row in rows[:_MOST_TEXTS]]
     for where, found in texts.items():
-        bad = [place for place, ids in enumerate(text_ids(tokenizer, found)) if unknown in ids]
+        bad = [place for place, ids in enumerate(_ids(tokenizer, found)) if unknown in ids]
         if bad:
             characters = sorted({one for place in bad for one in found[place]})
-            characters = [one for one in characters if unknown in text_ids(tokenizer, [one])[0]]
+            characters = [one for one in characters if unknown in _ids(tokenizer, [one])[0]]
             shown = f": {' '.join(map(repr, characters[:12]))}" if characters else ""
             add = findings.error if where == "benchmark, right answers" else findings.warning
             add(
@@ -199,8 +196,12 @@ def check_headroom(findings: Findings, task: InnerTask, trainer: InnerTrainer) -
         "headroom",
         "the base model",
         f"this evaluation cost {cost.generated_tokens} generated and {cost.scored_tokens} scored tokens, "
-        f"{cost.device_seconds:.1f} device-seconds.",
+        f"{cost.device_seconds:.2g} device-seconds.",
     )
+
+
+def _ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    return text_ids(tokenizer, texts) if texts else []  # tokenizers refuse an empty list
 
 
 def _answer(row: Row) -> str:

@@ -126,20 +126,20 @@ def check_scoring(findings: Findings, scoring: Scoring, seconds: float, progress
         seconds: time limit of each call.
         progress: is told what is called.
     """
-    caller = _Caller(scoring, seconds, findings, progress)
+    caller, told = _Caller(scoring, seconds, findings, progress), False
     for subject, right in zip(scoring.subjects[:_SUBJECTS], _padded(scoring.right), strict=False):
         texts = [*ODD_TEXTS, *right]
         first = [caller.call(subject, text) for text in texts]
         again = [caller.call(subject, text) for text in reversed(texts)][::-1]
         for text, one, other in zip(texts, first, again, strict=True):
-            if one is not None and other is not None and one != other:
+            if one is not None and other is not None and one != other and not told:
+                told = True
                 findings.error(
                     "deterministic",
                     scoring.where,
                     f"it gave {one:g}, then {other:g}, for the completion {quoted(text)} of {_name(subject)}.",
                     "Draw no random numbers in it and keep no state between calls.",
                 )
-                break
         if scoring.broken:
             return
     if not scoring.truth:

@@ -16,7 +16,7 @@ from .base import Checkpoint, Cost, DimensionScore, Limit, Scorecard, TrainingSe
 from .messages import did_you_mean
 from .recipe import Recipe
 from .scripted_session import ScriptedSession
-from .tasks.base import Benchmark, InnerTask, Item, Source, TaskFamily
+from .tasks.base import Benchmark, Chat, InnerTask, Item, Source, TaskFamily
 
 TINY_CHARACTERS = "abcdefgh=0123456789>"
 
@@ -115,6 +115,64 @@ class TinyTask(InnerTask):
             score=lambda item, text: float(text == item.data["answer"]),
             max_new_tokens=4,
         )
+
+
+class GivenTask(InnerTask):
+    """A task of the parts that it is given, for tests of what looks at tasks.
+
+    Args:
+        folder: the base checkpoint.
+        sources: the sources, or a function that makes them anew each time.
+        benchmark: the benchmark, or a function that makes it anew each time.
+        chat: how prompts become turns.
+        facts: what `facts` returns; None for the name.
+        teacher: folder of the teacher.
+        trainer: the task's own trainer.
+    """
+
+    name = "given"
+
+    def __init__(
+        self,
+        folder: Path,
+        sources: Sequence[Source] | Callable[[], Any],
+        benchmark: Benchmark | Callable[[], Any],
+        *,
+        chat: Chat | None = None,
+        facts: Any = None,
+        teacher: Path | None = None,
+        trainer: Any = None,
+    ) -> None:
+        self._folder, self._sources, self._benchmark = folder, sources, benchmark
+        self._chat, self._facts, self._teacher, self._trainer = chat, facts, teacher, trainer
+
+    def base_checkpoint(self) -> Path:
+        """Return the folder given."""
+        return self._folder
+
+    def sources(self) -> Any:
+        """Return the sources given."""
+        return self._sources() if callable(self._sources) else self._sources
+
+    def benchmark(self) -> Any:
+        """Return the benchmark given."""
+        return self._benchmark() if callable(self._benchmark) else self._benchmark
+
+    def chat(self) -> Chat | None:
+        """Return what was given."""
+        return self._chat
+
+    def teacher_checkpoint(self) -> Path | None:
+        """Return the folder given."""
+        return self._teacher
+
+    def trainer(self) -> Any:
+        """Return the trainer given."""
+        return self._trainer
+
+    def facts(self) -> Any:
+        """Return the facts given."""
+        return {"name": self.name} if self._facts is None else self._facts
 
 
 class ScriptedFamily(TaskFamily):
@@ -276,6 +334,7 @@ class ScriptedTrainer:
 
 __all__ = [
     "TINY_CHARACTERS",
+    "GivenTask",
     "ScriptedFamily",
     "ScriptedSession",
     "ScriptedTask",
