@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..messages import did_you_mean
 from ..recipe import Recipe
@@ -21,8 +21,11 @@ from .base import Benchmark, Chat, InnerTask, Source
 _TOP = ("name", "model", "teacher", "chat", "sources", "benchmark", "recipe")
 _CHAT = ("system", "template")
 _FILE_SOURCE = ("file", "kind", "columns", "verifier", "max_rows", "seed")
-_GENERATED_SOURCE = ("reasoning_gym", "settings", "size", "seed")
+_GENERATED_SOURCE = ("reasoning_gym", "settings", "size", "seed", "extract")
 _MOST_ROWS = 1_000_000_000
+
+if TYPE_CHECKING:
+    from ..benchmarks.verifiers import Verifier
 
 Read = TypeVar("Read")
 
@@ -120,6 +123,7 @@ class FileTask(InnerTask):
                     settings,
                     section.integer("size", 500, low=1, high=10_000_000),
                     section.integer("seed", 0, low=0, high=2**63 - 1),
+                    extract=section.text("extract", "last_number"),
                 ),
             )
         from ..data.sources import read_source
@@ -139,18 +143,13 @@ class FileTask(InnerTask):
             ),
         )
 
-    def _verifier(self, section: YamlSection) -> Any:
+    def _verifier(self, section: YamlSection) -> Verifier | None:
         """Return the verifier of a source; None where it names none."""
         if "verifier" not in section:
             return None
-        from ..benchmarks.verifiers import make_verifier
+        from ..benchmarks.benchmark_file import read_verifier
 
-        given = section.value("verifier")
-        if isinstance(given, str):
-            return self._asked(section, "verifier", lambda: make_verifier(section.text("verifier")))
-        inner = section.section("verifier")
-        settings = {key: value for key, value in inner.data.items() if key != "name"}
-        return self._asked(section, "verifier", lambda: make_verifier(inner.text("name"), **settings))
+        return read_verifier(section, "verifier")
 
     def _asked(self, section: YamlSection, key: str, read: Callable[[], Read]) -> Read:
         """Return what is read; an error says where in the file it was asked for."""
@@ -178,7 +177,7 @@ class FileTask(InnerTask):
         """Return the benchmark's keys, which stand here or in a file of their own."""
         if isinstance(self._file.value("benchmark"), str):
             path = self._beside("benchmark")
-            return YamlSection(read_yaml(path, f"benchmark {path.name}", expected="keys like dimensions"))
+            return YamlSection(read_yaml(path, f"benchmark {path}", expected="keys like dimensions"))
         return self._file.section("benchmark")
 
     def _check_benchmark(self) -> None:
