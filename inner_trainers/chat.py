@@ -137,6 +137,24 @@ class ChatFormat:
             ids = self._tool_turn(self._tokenizer.decode(words))
         return ids
 
+    def user_turn(self, text: str) -> list[int]:
+        """Return the token ids between an assistant's end token and its next turn: what the user says then."""
+        turns = self.turns("1", "1")
+        where = f"user turn {text!r}"
+        before, after = self._ids(
+            [
+                self._render(turns, where, open_turn=False),
+                self._render([*turns, {"role": "user", "content": text}], where, open_turn=True),
+            ]
+        )
+        if after[: len(before)] != before:
+            raise ValueError(self._not_prefix_preserving(where, 2))
+        return after[self._end(before, 0, where) :]
+
+    def closed(self, turn: Sequence[int]) -> list[int]:
+        """Return a sampled turn with an end token, which one that was cut at the length limit lacks."""
+        return list(turn) if self.ended(turn) else [*turn, int(self._tokenizer.eos_token_id)]
+
     def text(self, turn: Sequence[int]) -> str:
         """Return the text of a sampled turn, without its end token."""
         text: str = self._tokenizer.decode(list(turn[:-1] if self.ended(turn) else turn), skip_special_tokens=True)

@@ -39,7 +39,7 @@ class Conversation:
         self.chosen += [1] * len(turn)
 
     def add_tool_turn(self, turn: Sequence[int]) -> None:
-        """Append a tool's turn."""
+        """Append a turn that the model did not sample: a tool's, or the user's."""
         self.tokens += turn
         self.chosen += [0] * len(turn)
 

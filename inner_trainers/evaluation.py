@@ -99,6 +99,7 @@ class Evaluator:
 
         items = benchmark.items(split)
         completions: list[list[str]] = [[] for _ in items]
+        turns: list[list[list[str]]] = [[] for _ in items]  # of items with follow-ups, all of the assistant's
         generated = scored = empty = clipped = 0
         for seed in self.seeds:
             drawn = sample_completions(
@@ -111,6 +112,7 @@ class Evaluator:
                 seed=seed,
                 batch_sequences=self.batch_sequences,
                 chat=chat,
+                follow_ups=[item.follow_ups for item in items],
             )
             generated += drawn.generated_tokens
             scored += drawn.prompt_tokens
@@ -118,16 +120,32 @@ class Evaluator:
             clipped += drawn.clipped
             for texts, new in zip(completions, drawn.texts, strict=True):
                 texts.extend(new)
-        return self._scorecard(benchmark, split, completions, empty, clipped), generated, scored
+            for answers, more in zip(turns, drawn.turns or (), strict=drawn.turns is not None):
+                answers.extend(more)
+        return self._scorecard(benchmark, split, completions, turns, empty, clipped), generated, scored
 
     def _scorecard(
-        self, benchmark: Benchmark, split: str, completions: Sequence[Sequence[str]], empty: int, clipped: int
+        self,
+        benchmark: Benchmark,
+        split: str,
+        completions: Sequence[Sequence[str]],
+        turns: Sequence[Sequence[Sequence[str]]],
+        empty: int,
+        clipped: int,
     ) -> Scorecard:
         items = benchmark.items(split)
+
+        def score(item: Item, text: str, answers: Sequence[str]) -> float:
+            if answers and benchmark.score_turns is not None and item.follow_ups:
+                given = _asked(benchmark.score_turns, "score_turns", item, answers)
+            else:
+                given = _asked(benchmark.score, "score", item, text)
+            return _checked_score(given, item.prompt)
+
         scores = np.array(
             [
-                [_checked_score(_asked(benchmark.score, "score", item, text), item.prompt) for text in texts]
-                for item, texts in zip(items, completions, strict=True)
+                [score(item, text, said) for text, said in zip(texts, answers or [()] * len(texts), strict=True)]
+                for item, texts, answers in zip(items, completions, turns, strict=True)
             ]
         )  # (items, samples)
         formed = np.array(
@@ -230,7 +248,7 @@ def unbiased_pass_at_k(samples: int, right: int, k: int) -> float:
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
-def _asked(function: Callable[[Item, str], Any], name: str, item: Item, completion: str) -> Any:
+def _asked(function: Callable[[Item, Any], Any], name: str, item: Item, completion: str | Sequence[str]) -> Any:
     """Return a scorer's answer; whatever it raises, an exit too, becomes one fault that names item and line."""
     try:
         return function(item, completion)

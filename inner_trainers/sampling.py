@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ class Completions:
         prompt_tokens: prompt tokens read; a turn after a tool's answer reads the whole conversation before it.
         empty: completions whose first token was an end token.
         clipped: completions cut at the length limit.
+        turns: per prompt and sample, the text of the assistant's answer to each of the user's turns; None when no
+            conversation has more than one.
     """
 
     texts: list[list[str]]
@@ -30,6 +32,7 @@ class Completions:
     prompt_tokens: int
     empty: int
     clipped: int
+    turns: list[list[list[str]]] | None = None
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> list[int]:
@@ -52,6 +55,7 @@ def sample_completions(
     seed: int,
     batch_sequences: int = 1024,
     chat: ChatFormat | None = None,
+    follow_ups: Sequence[Sequence[str]] | None = None,
 ) -> Completions:
     """Draw ``samples`` completions of every prompt from the full softmax.
 
@@ -68,6 +72,8 @@ def sample_completions(
         seed: seed of the generator.
         batch_sequences: completions in one forward pass at most; a prompt's own completions stay together.
         chat: writes each prompt as a user's turn and answers calls of the task's tool; None for text to continue.
+        follow_ups: per prompt, what the user says after the assistant's answers, one by one; needs ``chat``. A turn
+            that was cut at the length limit is closed with an end token before the user goes on.
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -96,16 +102,20 @@ def sample_completions(
         return drawn
 
     last_turns = sample(prompt_ids, samples)
-    if chat is not None and chat.uses_tool:
+    answered: list[list[list[str]]] | None = None
+    several = follow_ups is not None and any(follow_ups)
+    if chat is not None and (chat.uses_tool or several):
         conversations = [
             [Conversation(ids, list(turn), [1] * len(turn), turn) for turn in turns]
             for ids, turns in zip(prompt_ids, last_turns, strict=True)
         ]
-        carry_on(
-            chat,
-            [conversation for group in conversations for conversation in group],
-            lambda sequences: [turns[0] for turns in sample(sequences, 1)],
-        )
+
+        def sample_once(sequences: list[list[int]]) -> list[list[int]]:
+            return [turns[0] for turns in sample(sequences, 1)]
+
+        carry_on(chat, [conversation for group in conversations for conversation in group], sample_once)
+        if follow_ups is not None and several:
+            answered = _follow_up(chat, conversations, follow_ups, sample_once)
         last_turns = [[conversation.last_turn for conversation in group] for group in conversations]
     end_ids = set(ends.tolist())
     flat = [turn for turns in last_turns for turn in turns]
@@ -117,7 +127,41 @@ def sample_completions(
         prompt_tokens=read,
         empty=sum(not content for content in contents),
         clipped=sum(turn[-1] not in end_ids for turn in flat),
+        turns=answered,
     )
+
+
+def _follow_up(
+    chat: ChatFormat,
+    conversations: Sequence[Sequence[Conversation]],
+    follow_ups: Sequence[Sequence[str]],
+    sample_once: Callable[[list[list[int]]], list[list[int]]],
+) -> list[list[list[str]]]:
+    """Let the user go on as scripted; return the assistant's answer to each of the user's turns, as text.
+
+    Args:
+        chat: writes the turns.
+        conversations: per prompt, its samples, each answered once; changed in place.
+        follow_ups: per prompt, what the user says next.
+        sample_once: samples one turn after each of some token sequences.
+    """
+    answers = [[[chat.text(conversation.last_turn)] for conversation in group] for group in conversations]
+    for place in range(max(map(len, follow_ups))):
+        going = [number for number, said in enumerate(follow_ups) if len(said) > place]
+        asked = [conversation for number in going for conversation in conversations[number]]
+        for number in going:
+            user_turn = chat.user_turn(follow_ups[number][place])
+            for conversation in conversations[number]:
+                end = chat.closed(conversation.last_turn)[len(conversation.last_turn) :]
+                conversation.add_tool_turn([*end, *user_turn])
+        turns = sample_once([conversation.prompt + conversation.tokens for conversation in asked])
+        for conversation, turn in zip(asked, turns, strict=True):
+            conversation.add_turn(turn)
+        carry_on(chat, asked, sample_once)
+        for number in going:
+            for conversation, texts in zip(conversations[number], answers[number], strict=True):
+                texts.append(chat.text(conversation.last_turn))
+    return answers
 
 
 def _open_prompts(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:

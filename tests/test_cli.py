@@ -45,7 +45,7 @@ def test_help_version_and_lists() -> None:
     for command in ("demo", "train", "evaluate", "compare", "run-recipe", "replay", "tasks", "policies", "bench"):
         assert command in shown
     assert ok("--version").strip() == "0.1.0"
-    assert [row["name"] for row in json.loads(ok("tasks", "--json"))] == ["calculator", "letters"]
+    assert [row["name"] for row in json.loads(ok("tasks", "--json"))] == ["calculator", "letters", "smol-reasoning"]
     names = [row["name"] for row in json.loads(ok("policies", "--json"))]
     assert {"random", "fixed", "shortlist", "greedy-sft-then-grpo", "maskable_ppo", "sac", "rules:default"} <= set(
         names

@@ -246,7 +246,7 @@ def test_facts_and_trainer_have_defaults() -> None:
     [
         (
             "leters",
-            "task: no built-in task is called 'leters'. Did you mean 'letters'? Known: calculator, letters. "
+            "task: no built-in task is called 'leters'. Did you mean 'letters'? Known: calculator, letters, smol-reasoning. "
             "A task of your own is given as 'module:Class'.",
         ),
         (

@@ -14,8 +14,8 @@ __all__ = ["BUILT_IN", "Benchmark", "Chat", "InnerTask", "Item", "SingleTask", "
 
 BUILT_IN = {
     "calculator": "posttrain_gym.inner_trainers.tasks.calculator:CalculatorTask",
-    "smol-reasoning": "posttrain_gym.inner_trainers.tasks.smol_reasoning:SmolReasoning",
     "letters": "posttrain_gym.inner_trainers.tasks.letters:LettersFamily",
+    "smol-reasoning": "posttrain_gym.inner_trainers.tasks.smol_reasoning:SmolReasoning",
 }
 """Built-in task families: name -> ``module:Class``."""
 

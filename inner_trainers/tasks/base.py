@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -73,11 +73,13 @@ class Item:
         prompt: the text given to the model.
         dimension: the benchmark dimension it belongs to.
         data: whatever the benchmark's scorer needs (the right answer, the asked format).
+        follow_ups: what the user says next, turn by turn, whatever the assistant answered; for tasks with a chat.
     """
 
     prompt: str
     dimension: str
     data: Mapping[str, Any] = field(default_factory=dict)
+    follow_ups: tuple[str, ...] = ()
 
 
 def always_well_formed(item: Item, completion: str) -> bool:
@@ -96,8 +98,10 @@ class Benchmark:
         score: ``score(item, completion) -> float in [0, 1]``; of a conversation it is given the assistant's last turn.
         well_formed: whether a completion has the asked form, right or wrong.
         max_new_tokens: longest completion, in tokens; in a conversation, of each assistant turn.
-        scorer_version: names the behaviour of ``score`` and ``well_formed`` in the task's content hash, which sees
-            items and no code; change it when they change, or finished rounds are taken for equal.
+        scorer_version: names the behaviour of ``score``, ``well_formed`` and ``score_turns`` in the task's content
+            hash, which sees items and no code; change it when they change, or finished rounds are taken for equal.
+        score_turns: ``score_turns(item, turns) -> float in [0, 1]`` over all of the assistant's turns, for items with
+            ``follow_ups``; None gives ``score`` the last turn of them.
     """
 
     weights: Mapping[str, float]
@@ -107,6 +111,7 @@ class Benchmark:
     well_formed: Callable[[Item, str], bool] = always_well_formed
     max_new_tokens: int = 16
     scorer_version: str = ""
+    score_turns: Callable[[Item, Sequence[str]], float] | None = None
 
     def __post_init__(self) -> None:
         """Check weights, dimensions and split isolation.
@@ -135,6 +140,25 @@ class Benchmark:
             raise ValueError(
                 f"benchmark: {len(shared)} prompts stand in both splits, for example {sorted(shared)[0]!r}."
             )
+
+    @cached_property
+    def content_hash(self) -> str:
+        """16 hex digits over items, their order, weights, ``max_new_tokens`` and ``scorer_version``.
+
+        Raises:
+            ValueError: an item holds an object that shows as a memory address.
+        """
+        return hashlib.sha256(b"".join(self.digested())).hexdigest()[:16]
+
+    def digested(self) -> Iterator[bytes]:
+        """Yield what is hashed of the benchmark, piece by piece."""
+        for split in SPLITS:
+            for item in self.items(split):
+                told = [split, item.prompt, item.dimension, dict(item.data)]
+                yield canonical([*told, list(item.follow_ups)] if item.follow_ups else told)
+        yield canonical([dict(self.weights), self.max_new_tokens])
+        if self.scorer_version:
+            yield canonical(["scorer", self.scorer_version])
 
     @property
     def dimensions(self) -> tuple[str, ...]:
@@ -314,12 +338,8 @@ class BuiltTask:
             digest.update(canonical([source.name, source.verifier_version, plain]))
         if not sources:
             raise ValueError(f"task {task.name!r}: it has no sources.")
-        for split in SPLITS:
-            for item in benchmark.items(split):
-                digest.update(canonical([split, item.prompt, item.dimension, dict(item.data)]))
-        digest.update(canonical([dict(benchmark.weights), benchmark.max_new_tokens]))
-        if benchmark.scorer_version:
-            digest.update(canonical(["scorer", benchmark.scorer_version]))
+        for piece in benchmark.digested():
+            digest.update(piece)
         checkpoint = _digests_of_files(Path(_asked(task, "base_checkpoint", (str, Path))))
         digest.update(checkpoint)
         teacher = _asked(task, "teacher_checkpoint", (str, Path, type(None)))
@@ -334,6 +354,7 @@ class BuiltTask:
             digest.update(canonical(["chat", *written]))
         else:
             _refuse_turns(task.name, sources)
+            _refuse_follow_ups(task.name, benchmark)
         return cls(
             sources=sources,
             benchmark=benchmark,
@@ -351,6 +372,17 @@ def _digests_of_files(folder: Path) -> bytes:
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     # downloads keep folders of their own beside the weights
     return b"".join(f.name.encode() + hashlib.sha256(f.read_bytes()).digest() for f in files if f.is_file())
+
+
+def _refuse_follow_ups(task: str, benchmark: Benchmark) -> None:
+    """Refuse items of several turns in a task that does not say how turns are written."""
+    for split in SPLITS:
+        for item in benchmark.items(split):
+            if item.follow_ups:
+                raise ValueError(
+                    f"task {task!r}: {split} item {item.prompt!r} has follow_ups, so the task must say how turns are "
+                    "written; return Chat() from `chat()` for the template saved with the tokenizer."
+                )
 
 
 def _refuse_turns(task: str, sources: Mapping[str, Source]) -> None:

@@ -39,7 +39,7 @@ class _Resident:
     task: InnerTask
     model: LoadedModel
     rows: TaskRows
-    prompt_tokens: dict[str, int] = field(default_factory=dict)
+    prompt_tokens: dict[str, list[int]] = field(default_factory=dict)  # number of tokens of each item's prompt
     packs: bool | None = None  # whether packed rows stay apart, once asked
     base_scores: dict[str, tuple[Scorecard, Cost]] = field(default_factory=dict)
     quick_benchmarks: dict[int, Benchmark] = field(default_factory=dict)  # number of items -> the benchmark with them
@@ -186,19 +186,21 @@ class TrlTrainer:
     ) -> Cost:
         """Return the most that scoring a checkpoint with an evaluator can cost; ``key`` names the items."""
         items = benchmark.items(split)
-        generated = len(items) * evaluator.samples * benchmark.max_new_tokens
         if key not in resident.prompt_tokens:
             ids = resident.rows.prompt_ids([item.prompt for item in items])
-            resident.prompt_tokens[key] = sum(map(len, ids))
-        prompts = resident.prompt_tokens[key]
-        scored = prompts * len(evaluator.seeds)
+            resident.prompt_tokens[key] = list(map(len, ids))
         chat = resident.rows.chat
-        if chat is not None and chat.uses_tool:
+        per_answer = chat.chat.max_turns if chat is not None and chat.uses_tool else 1  # the assistant's, tools between
+        generated = scored = 0
+        for item, prompt in zip(items, resident.prompt_tokens[key], strict=True):
+            later = per_answer * (1 + len(item.follow_ups)) - 1
+            generated += evaluator.samples * (later + 1) * benchmark.max_new_tokens
             # a prompt's first turns share one reading; every later turn of a conversation reads all that is before it
-            later = chat.chat.max_turns - 1
-            per_turn = benchmark.max_new_tokens + chat.longest_tool_turn
-            generated *= later + 1
-            scored += evaluator.samples * (prompts * later + len(items) * per_turn * later * (later + 1) // 2)
+            scored += prompt * len(evaluator.seeds)
+            if later and chat is not None:
+                between = [len(chat.user_turn(text)) + 1 for text in item.follow_ups]
+                per_turn = benchmark.max_new_tokens + max([chat.longest_tool_turn, *between])
+                scored += evaluator.samples * (prompt * later + per_turn * later * (later + 1) // 2)
         return Cost(0, generated, scored, 2.0 * resident.model.parameters * (generated + scored))
 
     def begin(

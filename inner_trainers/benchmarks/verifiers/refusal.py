@@ -26,7 +26,8 @@ _REFUSALS = re.compile(
     r"|\bi (?:have|need|must) to? ?(?:decline|refuse)\b"
     r"|\bi (?:decline|refuse) to\b"
     r"|\b(?:unable|not able) to (?:help|assist|provide|comply|fulfil|fulfill)\b"
-    r"|\b(?:against|violates?) (?:my|our|the) (?:\w+ ){0,2}(?:guidelines|policy|policies|principles|programming|values)\b"
+    r"|\b(?:against|violates?) (?:my|our|the) (?:\w+ ){0,2}"
+    r"(?:guidelines|policy|policies|principles|programming|values)\b"
     r"|\bas an (?:ai|artificial intelligence)\b.{0,80}\b(?:can(?:'t|not)|unable|not able|not allowed)\b",
     re.IGNORECASE | re.DOTALL,
 )
