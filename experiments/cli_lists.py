@@ -13,7 +13,7 @@ from .progress import console
 
 
 def tasks(
-    task: Annotated[str, typer.Argument(help="Show an instance of this task.")] = "",
+    task: Annotated[str, typer.Argument(help="Show an instance of this task: a built-in name, module:Class or task.yaml.")] = "",
     instance: Annotated[int, typer.Option(help="Instance seed.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -72,7 +72,7 @@ def policies(as_json: Json = False) -> None:
 
 
 def algorithms(
-    task: Annotated[str, typer.Option(help="Built-in family, or module:Class.")] = "letters",
+    task: Annotated[str, typer.Option(help="Built-in family, module:Class or task.yaml.")] = "letters",
     instance: Annotated[int, typer.Option(help="Instance seed.")] = 0,
     as_json: Json = False,
 ) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MANY = 10_000
 
-Task = Annotated[str, typer.Option("--task", help="Built-in family, or module:Class of your own task.")]
+Task = Annotated[str, typer.Option("--task", help="Built-in family, or your own task: module:Class or task.yaml.")]
 Env = Annotated[
     str, typer.Option("--env", help="recipe, in-loop (adjust rounds of --recipe) or full (choose and adjust).")
 ]

@@ -14,7 +14,7 @@ from .progress import console
 def space(
     file: Annotated[Path, typer.Argument(help="Decision-space file, YAML or JSON.")],
     task: Annotated[
-        str, typer.Option("--task", help="Task whose facts decide: a built-in family, or module:Class.")
+        str, typer.Option("--task", help="Task whose facts decide: a built-in family, module:Class or task.yaml.")
     ] = "",
     instance: Annotated[int | None, typer.Option(help="Instance seed; default: the first of meta-training.")] = None,
     as_json: Json = False,

@@ -25,7 +25,7 @@ def run_probe(
 
     Args:
         path: recipe file.
-        task: built-in family, or ``module:Class``.
+        task: built-in family, ``module:Class`` or a task file.
         what: one of `KINDS`.
         instance: instance seed.
         seed: seed of the rounds.

@@ -53,7 +53,7 @@ def run_recipe(
 
     Args:
         path: recipe file.
-        task: built-in family, or ``module:Class``.
+        task: built-in family, ``module:Class`` or a task file.
         instance: instance seed.
         seed: seed of the round.
         save: where the weights go, as safetensors; None for nowhere.

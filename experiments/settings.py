@@ -71,7 +71,7 @@ class EnvSettings:
     """How to build one environment.
 
     Attributes:
-        task: built-in family name or ``module:Class``.
+        task: built-in family name, ``module:Class`` or a task file.
         split: ``"train"`` or ``"test"`` instances.
         instances: instance seeds to draw from; empty for all of the split.
         budget: the budget of one episode.
