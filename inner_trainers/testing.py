@@ -17,58 +17,7 @@ from .messages import did_you_mean
 from .recipe import Recipe
 from .scripted_session import ScriptedSession
 from .tasks.base import Benchmark, Chat, InnerTask, Item, Source, TaskFamily
-
-TINY_CHARACTERS = "abcdefgh=0123456789>"
-
-
-def write_tiny_checkpoint(folder: Path, *, seed: int = 0, pad_is_eos: bool = False, eos_ids: Any = None) -> Path:
-    """Write a random two-layer character model of about 14,000 parameters and return its folder.
-
-    Args:
-        folder: where `save_pretrained` writes.
-        seed: seed of the weights.
-        pad_is_eos: whether the end token doubles as padding.
-        eos_ids: end-token ids for the generation settings; None for the tokenizer's own.
-    """
-    import torch
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    specials = ["<pad>", "<eos>", "<unk>"]
-    vocabulary = {token: i for i, token in enumerate([*specials, *TINY_CHARACTERS])}
-    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    inner.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        pad_token="<eos>" if pad_is_eos else "<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        padding_side="left",
-        model_max_length=128,
-    )
-    state = torch.get_rng_state()
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(vocabulary),
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=128,
-            tie_word_embeddings=True,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            bos_token_id=None,
-        )
-    )
-    torch.set_rng_state(state)
-    if eos_ids is not None:
-        model.generation_config.eos_token_id = eos_ids
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return Path(folder)
+from .tiny_models import TINY_ARCHITECTURES, TINY_CHARACTERS, write_tiny_checkpoint
 
 
 class TinyTask(InnerTask):
@@ -333,6 +282,7 @@ class ScriptedTrainer:
 
 
 __all__ = [
+    "TINY_ARCHITECTURES",
     "TINY_CHARACTERS",
     "GivenTask",
     "ScriptedFamily",

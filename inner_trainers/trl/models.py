@@ -23,10 +23,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from ..checkpoint_folder import require_checkpoint
 from ..messages import first_line
 from .adapters import Weights, unstack
 
 huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True  # it may have read the environment before this module
+
+_LEAK_TOLERANCE = 1e-3
+"""Largest change of a logit, relative to the largest, when a later token changes: rounding."""
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 _LOG = logging.getLogger(__name__)
@@ -61,15 +65,15 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, role: str
     Args:
         folder: the folder.
         device: where the model goes.
-        dtype: type of its weights.
+        dtype: type of its weights, whatever type they were saved in.
         role: what messages call the folder.
 
     Raises:
-        ValueError: the folder lacks a file, or one is damaged; the message names it.
+        ValueError: the folder lacks a file, or one is damaged; it holds something that is no causal language model in
+            plain weights; the tokenizer is another model's. The message names the folder.
     """
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{role}: {folder} has no config.json; expected a folder written by save_pretrained.")
+    require_checkpoint(folder, role)
     transformers_logging.disable_progress_bar()
     tokenizer = load_tokenizer(folder, role)
     try:
@@ -104,13 +108,50 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, role: str
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    _require_vocabulary(template, tokenizer, folder, role)
     template.to(device).eval()
+    _require_causal(template, folder, role)
     return LoadedModel(
         template=template,
         tokenizer=tokenizer,
         base_weights=copy_weights(template),
         parameters=sum(p.numel() for p in template.parameters()),
     )
+
+
+def _require_vocabulary(model: Any, tokenizer: Any, folder: Path, role: str) -> None:
+    """Refuse a tokenizer with tokens that the model has no embedding for.
+
+    Special tokens without a use are let through, as text models have them for images (rows and prompts that hold one
+    are refused later). More embeddings than tokens are common and harmless: they are padded to a round number.
+    """
+    rows = model.get_input_embeddings().num_embeddings
+    used = {tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id}
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} - used
+    beyond = {token: i for token, i in tokenizer.get_vocab().items() if i >= rows and i not in special}
+    if not beyond:
+        return
+    token, number = min(beyond.items(), key=lambda entry: entry[1])
+    way = "use the model's own tokenizer, or resize_token_embeddings and save the model anew"
+    if number == tokenizer.pad_token_id:
+        way = f"set tokenizer.pad_token = tokenizer.eos_token and save the tokenizer; or {way}"
+    raise ValueError(
+        f"{role}: the tokenizer of {folder} has {len(beyond)} tokens beyond the model's {rows} embeddings, for example "
+        f"{token!r} with id {number}, at which training and sampling would fail; {way}."
+    )
+
+
+@torch.no_grad()
+def _require_causal(model: Any, folder: Path, role: str) -> None:
+    """Refuse a model whose tokens see those after them: measured, as a configuration may say otherwise."""
+    rows = model.get_input_embeddings().num_embeddings
+    ids = torch.tensor([[1, 2, 1], [1, 2, 0]], device=next(model.parameters()).device) % rows  # the last one differs
+    logits = model(input_ids=ids, use_cache=False).logits[:, :2].float()
+    if float((logits[0] - logits[1]).abs().max()) > _LEAK_TOLERANCE * float(logits.abs().max()):
+        raise ValueError(
+            f"{role}: {folder} holds a {model.config.model_type} model in which tokens see those after them; expected "
+            "a causal language model, which predicts each token from those before it."
+        )
 
 
 def load_tokenizer(folder: Path, role: str = "base checkpoint") -> PreTrainedTokenizerBase:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
+from ..checkpoint_folder import require_checkpoint
 from ..messages import first_line
 from .models import load_tokenizer
 
@@ -40,8 +41,7 @@ def vocabulary_difference(model: Path, teacher: Path) -> str:
 
 
 def _tokens(folder: Path, role: str) -> dict[str, int]:
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{role}: {folder} has no config.json; expected a folder written by save_pretrained.")
+    require_checkpoint(folder, role)
     vocabulary: dict[str, int] = load_tokenizer(folder, role).get_vocab()
     return vocabulary
 
