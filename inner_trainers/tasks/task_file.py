@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..messages import did_you_mean
 from ..recipe import Recipe
 from ..yaml_file import FileError, read_yaml
-from ..yaml_scalars import shown
 from ..yaml_section import YamlSection
 from .base import Benchmark, Chat, InnerTask, Source
 
@@ -158,7 +157,7 @@ class FileTask(InnerTask):
         except FileError:
             raise
         except (ValueError, OSError, ImportError) as error:
-            raise section.error(key, str(error)) from error
+            raise section.error(key, str(error).removeprefix(f"{key}: ")) from error
 
     # Checks that cost nothing -----------------------------------------------------------------------------------
 
@@ -170,7 +169,7 @@ class FileTask(InnerTask):
     def _beside(self, key: str) -> Path:
         path = self._folder / Path(self._file.text(key)).expanduser()
         if not path.is_file():
-            raise self._file.error(key, f"there is no file {shown(str(path))}; paths are relative to the task's file.")
+            raise self._file.error(key, f"there is no file {path}; paths are relative to the task's file.")
         return path.resolve()
 
     def _benchmark_section(self) -> YamlSection:
@@ -191,6 +190,8 @@ class FileTask(InnerTask):
             raise self._file.error("sources", "there is no source; name at least one, with its file.")
         for name in sections:
             section = sections.section(name)
+            if not {"file", "reasoning_gym"} & set(section):
+                section.only((*_FILE_SOURCE, *_GENERATED_SOURCE))  # one of them may be misspelt
             if ("file" in section) == ("reasoning_gym" in section):
                 raise sections.error(name, "expected one of the keys file and reasoning_gym.")
             if "reasoning_gym" in section:
@@ -201,9 +202,7 @@ class FileTask(InnerTask):
             if isinstance(where, Path) and "*" not in where.name and not where.exists():
                 near = [path.name for path in where.parent.iterdir()] if where.parent.is_dir() else []
                 hint = did_you_mean(where.name, near) if near else ""
-                raise section.error(
-                    "file", f"there is no file {shown(str(where))}; paths are relative to the task's file.{hint}"
-                )
+                raise section.error("file", f"there is no file {where}; paths are relative to the task's file.{hint}")
             if "columns" in section:
                 columns = section.section("columns")
                 for column in columns:
@@ -223,7 +222,7 @@ class FileTask(InnerTask):
         if "template" in section:
             path = self._folder / section.text("template")
             if not path.is_file():
-                raise section.error("template", f"there is no file {shown(str(path))} with the Jinja template.")
+                raise section.error("template", f"there is no file {path} with the Jinja template.")
             try:
                 template = path.read_text("utf-8")
             except (OSError, UnicodeDecodeError) as error:
