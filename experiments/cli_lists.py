@@ -13,7 +13,7 @@ from .progress import console
 
 
 def tasks(
-    task: Annotated[str, typer.Argument(help="Show an instance of this task: a built-in name, module:Class or task.yaml.")] = "",
+    task: Annotated[str, typer.Argument(help="Show one: a built-in name, module:Class or task.yaml.")] = "",
     instance: Annotated[int, typer.Option(help="Instance seed.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -45,6 +45,7 @@ def tasks(
         "leaked_rows_removed": dict(built.leaked),
         "contaminated_items_removed": [asdict(item) for item in built.contaminated],
         "benchmark": {
+            "content_hash": built.benchmark.content_hash,
             "weights": dict(built.benchmark.weights),
             "validation": len(built.benchmark.validation),
             "test": len(built.benchmark.test),
