@@ -45,12 +45,14 @@ class LoadedModel:
         tokenizer: its tokenizer, as saved with the model.
         base_weights: the weights of the checkpoint folder, each storage once.
         parameters: number of parameters.
+        unusable_tokens: special tokens of the tokenizer that the model has no embedding for.
     """
 
     template: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     base_weights: Weights
     parameters: int
+    unusable_tokens: tuple[str, ...] = ()
 
     def with_weights(self, weights: Weights) -> PreTrainedModel:
         """Return a new, independent copy of the model that holds ``weights``."""
@@ -108,7 +110,7 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, role: str
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    _require_vocabulary(template, tokenizer, folder, role)
+    unusable = _unusable_tokens(template, tokenizer, folder, role)
     template.to(device).eval()
     _require_causal(template, folder, role)
     return LoadedModel(
@@ -116,27 +118,31 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, role: str
         tokenizer=tokenizer,
         base_weights=copy_weights(template),
         parameters=sum(p.numel() for p in template.parameters()),
+        unusable_tokens=unusable,
     )
 
 
-def _require_vocabulary(model: Any, tokenizer: Any, folder: Path, role: str) -> None:
-    """Refuse a tokenizer with tokens that the model has no embedding for.
+def _unusable_tokens(model: Any, tokenizer: Any, folder: Path, role: str) -> tuple[str, ...]:
+    """Return the special tokens that the model has no embedding for, as text models have them for images.
 
-    Special tokens without a use are let through, as text models have them for images (rows and prompts that hold one
-    are refused later). More embeddings than tokens are common and harmless: they are padded to a round number.
+    More embeddings than tokens are common and harmless: they are padded to a round number.
+
+    Raises:
+        ValueError: other tokens lack an embedding too, or a special one that sequences are made with.
     """
     rows = model.get_input_embeddings().num_embeddings
     used = {tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id}
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} - used
-    beyond = {token: i for token, i in tokenizer.get_vocab().items() if i >= rows and i not in special}
-    if not beyond:
-        return
-    token, number = min(beyond.items(), key=lambda entry: entry[1])
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special} - used
+    beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= rows)
+    needed = [(number, token) for number, token in beyond if number not in special]
+    if not needed:
+        return tuple(token for _, token in beyond)
+    number, token = needed[0]
     way = "use the model's own tokenizer, or resize_token_embeddings and save the model anew"
     if number == tokenizer.pad_token_id:
         way = f"set tokenizer.pad_token = tokenizer.eos_token and save the tokenizer; or {way}"
     raise ValueError(
-        f"{role}: the tokenizer of {folder} has {len(beyond)} tokens beyond the model's {rows} embeddings, for example "
+        f"{role}: the tokenizer of {folder} has {len(needed)} tokens beyond the model's {rows} embeddings, for example "
         f"{token!r} with id {number}, at which training and sampling would fail; {way}."
     )
 

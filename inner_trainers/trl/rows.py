@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
@@ -10,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..chat import ChatFormat
 from ..recipe import Recipe
-from ..tasks.base import InnerTask
+from ..tasks.base import SPLITS, InnerTask
 from ..tasks.rows import distinct_rows
 from ..tokens import text_ids
 from . import data, preferences
@@ -67,17 +68,24 @@ class TaskRows:
         task: the task.
         tokenizer: the model's tokenizer.
         ends: token ids that end an answer of the model; None for the tokenizer's.
+        unusable: tokens that the model has no embedding for, which no text may hold.
 
     Attributes:
         chat: how the task's prompts become turns; None for plain text.
 
     Raises:
-        ValueError: a source is called as replayed demonstrations are.
+        ValueError: a source is called as replayed demonstrations are, or a text holds an unusable token.
     """
 
     def __init__(
-        self, task: InnerTask, tokenizer: PreTrainedTokenizerBase, ends: Collection[int] | None = None
+        self,
+        task: InnerTask,
+        tokenizer: PreTrainedTokenizerBase,
+        ends: Collection[int] | None = None,
+        unusable: Collection[str] = (),
     ) -> None:
+        if unusable:
+            _refuse_unusable(task, unusable)
         for name in task.built.sources:
             if name.endswith(REPLAYED):
                 raise ValueError(
@@ -173,6 +181,30 @@ class TaskRows:
                 raise ValueError(f"source {source!r}, prompts row {empty[0]}: the prompt has no tokens to continue.")
             self._longest_prompt[source] = max(map(len, ids))
         return self._longest_prompt[source]
+
+
+def _refuse_unusable(task: InnerTask, tokens: Collection[str]) -> None:
+    """Refuse texts that hold one of the tokens, wherever in a row or item they stand."""
+    built = task.built
+    places = [
+        (f"source {name!r}, {kind} row {number}", row)
+        for name, source in built.sources.items()
+        for kind, rows in source.rows.items()
+        for number, row in enumerate(rows, start=1)
+    ]
+    for split in SPLITS:
+        places += [
+            (f"{split} item {number}", {"prompt": item.prompt})
+            for number, item in enumerate(built.benchmark.items(split), start=1)
+        ]
+    for where, row in places:
+        text = json.dumps(dict(row), ensure_ascii=False, default=str)
+        found = next((token for token in tokens if token in text), None)
+        if found is not None:
+            raise ValueError(
+                f"{where} holds {found!r}, a special token of the tokenizer that the model has no embedding for; "
+                "take it out of the text."
+            )
 
 
 def truncation_flags(tokenised: Mapping[str, Tokenised], max_length: int) -> tuple[int, tuple[str, ...]]:

@@ -367,7 +367,8 @@ class TrlTrainer:
 
             self._require_template(task)
             model = self._model(Path(task.base_checkpoint()), task.built.checkpoint_hash)
-            rows = TaskRows(task, model.tokenizer, end_token_ids(model.template, model.tokenizer))
+            ends = end_token_ids(model.template, model.tokenizer)
+            rows = TaskRows(task, model.tokenizer, ends, model.unusable_tokens)
             self._residents[key] = _Resident(task, model, rows)
             if len(self._residents) > RESIDENT_TASKS:
                 self._residents.popitem(last=False)
