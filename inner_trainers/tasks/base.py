@@ -220,7 +220,11 @@ class InnerTask(ABC):
 
     @abstractmethod
     def base_checkpoint(self) -> Path:
-        """Return a folder with `config.json`, `model.safetensors` and a tokenizer, as `save_pretrained` writes it."""
+        """Return a folder with `config.json`, `model.safetensors` and a tokenizer, as `save_pretrained` writes it.
+
+        A task whose own `trainer` has its base weights from elsewhere returns a folder that is not there, as
+        `loop.LoopTask` does.
+        """
 
     @abstractmethod
     def sources(self) -> Sequence[Source]:

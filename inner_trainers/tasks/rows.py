@@ -14,9 +14,11 @@ ROW_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "demonstrations": ("prompt", "completion"),
     "preferences": ("prompt", "chosen", "rejected"),
     "prompts": ("prompt",),
+    "records": (),
     "text": ("text",),
 }
 """Kinds of training rows, with the columns each must have. ``prompts`` rows also need the source's verifier.
+``records`` hold whatever a trainer of the task's own reads; those of language models never do.
 
 A demonstrations row may have ``messages`` in place of prompt and completion, and ``chosen`` and ``rejected`` may be a
 list with the assistant's turn in place of text, when the task says how turns are written (`InnerTask.chat`).
@@ -72,7 +74,7 @@ def leaks(kind: str, row: Row, held_out: set[str]) -> bool:
         return any(prompt in row["text"] for prompt in held_out)
     if "messages" in row and kind == "demonstrations":
         return not held_out.isdisjoint(user_texts(row["messages"]))
-    return row["prompt"] in held_out
+    return row.get("prompt") in held_out
 
 
 def distinct_rows(rows: Sequence[Row]) -> int:
