@@ -66,7 +66,8 @@ class DescentTrainer(LoopTrainer):
 
     def score(self, task: InnerTask, weights: Any, items: Sequence[Item]) -> NDArray[np.float64]:
         distances = [abs(weights[item.data["source"]] - TARGETS[item.data["source"]]) for item in items]
-        return np.exp(-np.array(distances))[:, None]
+        scores: NDArray[np.float64] = np.exp(-np.array(distances))[:, None]
+        return scores
 
     def parameters(self, task: InnerTask) -> int:
         return 2
