@@ -13,6 +13,7 @@ from ..inner_trainers.adjustments import CATALOGUE, KINDS
 from ..inner_trainers.base import CAUSES
 from ..inner_trainers.fault_kinds import FAULTS
 from ..inner_trainers.signals import SIGNALS, Z_LIMIT
+from ..inner_trainers.task_findings import CHECKS
 from ..inner_trainers.trl.algorithms import ALGORITHMS, AlgorithmSpec
 
 
@@ -115,6 +116,12 @@ def fault_table() -> str:
     return "\n".join(lines)
 
 
+def check_table() -> str:
+    """Return the Markdown table of what `check-task` looks at."""
+    lines = ["| check | what holds of a task that passes |", "|---|---|"]
+    return "\n".join([*lines, *(f"| `{name}` | {meaning} |" for name, meaning in CHECKS.items())])
+
+
 def in_loop_observation_table() -> str:
     """Return the Markdown table of what is observed besides, or otherwise, where rounds can be adjusted."""
     rows = [
@@ -139,7 +146,7 @@ def in_loop_observation_table() -> str:
 
 def main() -> None:
     """Print the tables."""
-    tables = (algorithm_table, fault_table, signal_table, adjustments_table, in_loop_observation_table)
+    tables = (algorithm_table, fault_table, signal_table, adjustments_table, in_loop_observation_table, check_table)
     print(*(table() for table in tables), sep="\n\n")
 
 

@@ -12,6 +12,7 @@ import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -95,12 +96,21 @@ def scorings_of(benchmark: Benchmark | None, sources: Sequence[Source]) -> list[
             right = [candidates(item.data) for item in items]
             found.append(Scoring(f"benchmark.score, dimension {name!r}", benchmark.score, items, right=right))
             found.append(Scoring(f"benchmark.well_formed, dimension {name!r}", benchmark.well_formed, items, True))
+            several = [item for item in items if item.follow_ups]
+            if benchmark.score_turns is not None and several:
+                where = f"benchmark.score_turns, dimension {name!r}"
+                found.append(Scoring(where, partial(_same_turns, benchmark.score_turns), several))
     for source in sources:
         if source.verifier is not None and "prompts" in source.rows:
             rows = _spread(source.rows["prompts"])
             right = [candidates(row) for row in rows]
             found.append(Scoring(f"the verifier of source {source.name!r}", source.verifier, rows, right=right))
     return found
+
+
+def _same_turns(score: Callable[[Item, Sequence[str]], float], item: Item, text: str) -> float:
+    """Return the score of a conversation in which the assistant says the same at every turn."""
+    return score(item, [text] * (1 + len(item.follow_ups)))
 
 
 def candidates(data: Mapping[str, Any]) -> list[str]:

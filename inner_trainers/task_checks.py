@@ -67,8 +67,12 @@ def check_task(
     own = drawn.trainer()
     check_contamination(findings, built)
     check_items(findings, built.benchmark, own is not None)
-    check_versions(findings, built.benchmark, list(built.sources.values()))
+    if own is None:
+        check_versions(findings, built.benchmark, list(built.sources.values()))
     trainer = own if own is not None else _trl()
+    if own is not None:
+        problem = "scorers and verifiers were not tried on text, as the task's own trainer scores."
+        findings.note("trainer", "trainer()", problem)
     if own is not None and not isinstance(own, InnerTrainer):
         missing = [part for part in _contract() if not hasattr(own, part)]
         problem = f"{type(own).__name__} is no InnerTrainer: {', '.join(missing)} missing."

@@ -18,6 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from posttrain_gym.experiments.cli import app
+from posttrain_gym.experiments.doc_tables import check_table
 from posttrain_gym.inner_trainers.fresh_process import examine
 from posttrain_gym.inner_trainers.item_checks import smallest_gain
 from posttrain_gym.inner_trainers.task_checks import CHECKS, Finding, check_task
@@ -426,6 +427,11 @@ def test_own_trainers_are_held_to_the_contract(base: Path) -> None:
 
 
 # The command
+
+
+def test_the_page_has_the_checks() -> None:
+    assert check_table() in (Path(__file__).resolve().parent.parent / "docs" / "tasks.md").read_text()
+    assert check_table().count("\n") == 1 + len(CHECKS)
 
 
 def test_the_command_says_it_in_words_and_in_json() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -358,6 +359,19 @@ def test_the_yaml_example_says_what_recipes_leave_out() -> None:
         "prompts": 384,
     }
     assert task.built.flags == ()
+
+
+def test_the_file_of_the_documentation_is_read(tmp_path: Path, tiny: Path) -> None:
+    page = (EXAMPLES.parent.parent / "docs" / "tasks.md").read_text()
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.S)
+    shutil.copytree(EXAMPLES / "own_data", tmp_path / "own_data")
+    (tmp_path / "stronger").symlink_to(tiny)
+    (tmp_path / "file.jinja").write_text("{{ messages }}")
+    (tmp_path / "task.yaml").write_text(text)
+    task = FileTask(tmp_path / "task.yaml")
+    assert sorted(source.name for source in task.sources()) == ["sums", "words"]
+    assert task.benchmark().dimensions == ("reversing", "sorting")
+    assert task.recipe_defaults() == {"lora_rank": 8}
 
 
 def test_an_example_copied_elsewhere_is_the_same_task(tmp_path: Path) -> None:
