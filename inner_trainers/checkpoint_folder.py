@@ -159,7 +159,7 @@ def _require_whole(file: Path, role: str) -> None:
                 f"{role}: {file.parent} has a Git LFS pointer in the place of {file.name}; run `git lfs pull` there."
             )
         length = int.from_bytes(start[:8], "little")
-        said = 0
+        said = -1
         if size >= 8 and length <= size - 8:
             opened.seek(8)
             try:
@@ -173,7 +173,7 @@ def _require_whole(file: Path, role: str) -> None:
                     )
                 )
             except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-                said = -1
+                pass
         if said != size:
             raise ValueError(
                 f"{role}: {file.parent} has a {file.name} that is cut short or damaged ({size:,} bytes); copy it again."

@@ -31,7 +31,7 @@ class MeteredDistillationTrainer(LiveBatches, MeteredTrainer, DistillationTraine
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         if self.chat is None:
             ids, *rest = super()._tokenize_prompts(prompts)
-            return without_added_end(self.processing_class, ids), *rest
+            return without_added_end(self.processing_class, prompts, ids), *rest
         return self.chat.prompts(prompts), None, {}
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:

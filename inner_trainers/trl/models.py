@@ -29,7 +29,7 @@ from .adapters import Weights, unstack
 
 huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True  # it may have read the environment before this module
 
-_LEAK_TOLERANCE = 1e-3
+_LEAK_TOLERANCE = 1e-5
 """Largest change of a logit, relative to the largest, when a later token changes: rounding."""
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")

@@ -56,7 +56,7 @@ class MeteredRollouts(LiveBatches, MeteredTrainer):
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         if self._chat is None:
             ids, *rest = super()._tokenize_prompts(prompts)  # type: ignore[misc]
-            return without_added_end(self.processing_class, ids), *rest
+            return without_added_end(self.processing_class, prompts, ids), *rest
         return self._chat.prompts(prompts), None, {}
 
     @staticmethod
