@@ -64,7 +64,7 @@ def read_source(
     else:
         require_integer("max_rows", max_rows, low=1, high=1_000_000_000)
     require_integer("seed", seed, low=0, high=2**63 - 1)
-    score = getattr(verifier, "score", verifier)
+    score: Any = getattr(verifier, "score", verifier)
     check = getattr(verifier, "check_row", None)
     version = verifier_version or getattr(verifier, "version", "")
     raw_rows = list(data.rows()) if max_rows is None else _sampled(data, max_rows, seed)
