@@ -18,7 +18,7 @@ import time
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -314,26 +314,32 @@ def main(folder: str) -> None:
         os.pwrite(target, f"{calls}\n{text}\n".encode("utf-8", "replace").ljust(2000)[:2000], 0)
 
     progress(BUILDING)
-    findings = Findings()
+    findings, printed = Findings(), io.StringIO()
     task: Any = None
     try:
-        if "pickled" in request:
-            task = pickle.loads(bytes.fromhex(request["pickled"]))  # the parent's own object, a moment old
-        else:
-            family, instance = resolve_task(request["name"]), request["instance"]
-            task = family.instance(family.train_seeds[0] if instance is None else instance)
+        with redirect_stdout(printed), redirect_stderr(printed):
+            if "pickled" in request:
+                task = pickle.loads(bytes.fromhex(request["pickled"]))  # the parent's own object, a moment old
+            else:
+                family, instance = resolve_task(request["name"]), request["instance"]
+                task = family.instance(family.train_seeds[0] if instance is None else instance)
     except (Exception, SystemExit) as error:
         told = str(error) if isinstance(error, ValueError) else f"it raised {where_raised(error)}."
-        findings.error(
-            "resolves",
+        if "pickled" in request:
+            told = f"a fresh process cannot have it: {told}"
+        findings.error("resolves", "the task", told, "Workers must be able to have it too, from the same folder.")
+    if printed.getvalue():
+        findings.warning(
+            "prints",
             "the task",
-            f"a fresh process cannot have it: {told}",
-            "Put the class into a module that workers can import, and keep what it needs beside it.",
+            f"importing or making it prints {quoted(printed.getvalue())}.",
+            "Take the print out: it would stand between figures that programs read.",
         )
     if task is None:
         result = Examined(findings=findings.all)
     else:
         result = examine(task, request["seconds"], request["skipped"], progress, request["thorough"])
+        result = replace(result, findings=[*findings.all, *result.findings])
     partial = Path(folder, "result.partial")
     partial.write_text(json.dumps(result.to_dict()), "utf-8")
     partial.replace(Path(folder, "result.json"))

@@ -69,6 +69,7 @@ def check_items(findings: Findings, benchmark: Benchmark, own_trainer: bool) -> 
             f"outer punctuation; the first: {shared[0]}.",
             "Keep each on one side: what is tuned on validation is else rewarded on test.",
         )
+    _check_data(findings, benchmark)
     for split, prompts in twice.items():
         findings.warning(
             "splits",
@@ -76,6 +77,27 @@ def check_items(findings: Findings, benchmark: Benchmark, own_trainer: bool) -> 
             f"{len(prompts)} prompts are there more than once in {split}, the first {quoted(prompts[0])}.",
             "Copies make the standard error look smaller than it is; keep one of each.",
         )
+
+
+def _check_data(findings: Findings, benchmark: Benchmark) -> None:
+    """Look for data of items that is missing here and there, or text in some and a number in others."""
+    from .data.sources import mixed_types
+
+    for name in benchmark.dimensions:
+        data = [item.data for split in SPLITS for item in benchmark.items(split) if item.dimension == name]
+        for column in sorted({column for row in data for column in row}):
+            where = f"benchmark, dimension {name!r}"
+            there = sum(row.get(column) is not None for row in data)
+            if 0 < there < len(data):
+                problem = f"{column!r} is missing or None in {len(data) - there} of {len(data)} items."
+                findings.warning(
+                    "rows", where, problem, "A scorer reads it as no answer; complete it, or leave it out."
+                )
+            mixed = mixed_types(data, column)
+            if mixed:
+                kinds = " and ".join(f"{kind} ({len(rows)})" for kind, rows in sorted(mixed.items()))
+                problem = f"{column!r} mixes {kinds}."
+                findings.warning("rows", where, problem, "7 and '7' are not equal; write all of them as text.")
 
 
 def check_contamination(findings: Findings, built: BuiltTask) -> None:

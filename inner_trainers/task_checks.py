@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .base import InnerTrainer
@@ -41,63 +43,82 @@ def check_task(
         build_seconds: time limit of importing and building the task.
     """
     findings = Findings()
-    name = _name_of(task)
+    sink = io.StringIO()  # what the task prints is told by the process that examines it
+    with contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
+        _check(findings, task, instance, evaluate, call_seconds, build_seconds)
+    return sorted(findings.all, key=lambda finding: SEVERITIES.index(finding.severity))
+
+
+def _check(
+    findings: Findings,
+    task: str | Path | InnerTask | TaskFamily | type,
+    instance: int | None,
+    evaluate: bool,
+    call_seconds: float,
+    build_seconds: float,
+) -> None:
+    name, examined = _name_of(task), None
     if name is not None:
         examined = _examined(findings, name, instance, call_seconds, build_seconds)
         if examined is None:
-            return _ordered(findings)
+            return
     try:
         family = resolve_task(task)
         seed = family.train_seeds[0] if instance is None else instance
         drawn = family.instance(seed)
     except (Exception, SystemExit) as error:
-        findings.error("resolves", "the task", _told(error))
-        return _ordered(findings)
-    _check_family(findings, family, seed)
+        findings.error("resolves", "the task", told(error))
+        return
     if name is None:
         examined = _examined(findings, drawn, seed, call_seconds, build_seconds)
     if examined is None or findings.has("parts"):
-        return _ordered(findings)
-    try:
-        built = drawn.built
-    except (Exception, SystemExit) as error:
-        findings.error("parts", "the task", _told(error))
-        return _ordered(findings)
-    _check_repeats(findings, drawn)
+        return
+    if not _tried(findings, "parts", "the task", lambda: drawn.built):
+        return
+    _tried(findings, "family", "the family", lambda: _check_family(findings, family, seed))
+    _tried(findings, "repeatable", "the task", lambda: _check_repeats(findings, drawn))
     own = drawn.trainer()
-    check_contamination(findings, built)
-    check_items(findings, built.benchmark, own is not None)
-    if own is None:
-        check_versions(findings, built.benchmark, list(built.sources.values()))
-    trainer = own if own is not None else _trl()
+    check_contamination(findings, drawn.built)
+    check_items(findings, drawn.built.benchmark, own is not None)
     if own is not None:
-        problem = "scorers and verifiers were not tried on text, as the task's own trainer scores."
-        findings.note("trainer", "trainer()", problem)
-    if own is not None and not isinstance(own, InnerTrainer):
+        _check_with_own_trainer(findings, drawn, own, evaluate)
+        return
+    check_versions(findings, drawn.built.benchmark, list(drawn.built.sources.values()))
+    from .model_checks import check_headroom, check_model
+
+    trainer, right = _trl(), examined.right
+    _tried(findings, "sources", "the task", lambda: check_sources(findings, drawn, trainer))
+    _tried(findings, "model", "the model", lambda: check_model(findings, drawn, trainer, right))
+    if evaluate and not findings.has("model") and not findings.has("template"):
+        check_headroom(findings, drawn, trainer)
+
+
+def _check_with_own_trainer(findings: Findings, task: InnerTask, own: InnerTrainer, evaluate: bool) -> None:
+    problem = "scorers and verifiers were not tried on text, as the task's own trainer scores."
+    findings.note("trainer", "trainer()", problem)
+    if not isinstance(own, InnerTrainer):
         missing = [part for part in _contract() if not hasattr(own, part)]
         problem = f"{type(own).__name__} is no InnerTrainer: {', '.join(missing)} missing."
         findings.error("trainer", "trainer()", problem, "See `posttrain_gym.inner_trainers.base.InnerTrainer`.")
-        return _ordered(findings)
-    check_sources(findings, drawn, trainer)
-    if own is None:
-        from .model_checks import check_headroom, check_model
-
-        check_model(findings, drawn, trainer, examined.right)
-        if evaluate and not findings.has("model") and not findings.has("template"):
-            check_headroom(findings, drawn, trainer)
-    elif evaluate:
+        return
+    _tried(findings, "sources", "the task", lambda: check_sources(findings, task, own))
+    if evaluate:
         from .conformance import trainer_findings
         from .model_checks import check_headroom
 
-        for where, problem in trainer_findings(own, drawn):
+        for where, problem in trainer_findings(own, task):
             findings.error("trainer", where, problem)
-        check_headroom(findings, drawn, own)
-    return _ordered(findings)
+        check_headroom(findings, task, own)
 
 
-def _ordered(findings: Findings) -> list[Finding]:
-    """Return findings with errors first and notes last."""
-    return sorted(findings.all, key=lambda finding: SEVERITIES.index(finding.severity))
+def _tried(findings: Findings, check: str, where: str, look: Callable[[], object]) -> bool:
+    """Return whether looking came to its end; what it raises is a finding: a person's code may raise anything."""
+    try:
+        look()
+    except (Exception, SystemExit) as error:
+        findings.error(check, where, told(error))
+        return False
+    return True
 
 
 def _name_of(task: object) -> str | None:
@@ -176,28 +197,25 @@ def _check_family(findings: Findings, family: TaskFamily, seed: int) -> None:
             "Keep train_seeds and test_seeds apart: figures on seen tasks are not for unseen ones.",
         )
     one, other = family.instance(seed), family.instance(seed)
-    try:
-        if one is not other and one.built.content_hash != other.built.content_hash:
+    if one is not other and one.built.content_hash != other.built.content_hash:
+        findings.error(
+            "family",
+            "the family",
+            f"instance({seed}) gives another task each time it is called.",
+            "Draw everything from a generator that is seeded with the instance's seed.",
+        )
+    last = family.instance(family.test_seeds[-1])
+    for part, ours, theirs in (
+        ("sources", set(one.built.sources), set(last.built.sources)),
+        ("dimensions", set(one.built.benchmark.weights), set(last.built.benchmark.weights)),
+    ):
+        if ours != theirs:
             findings.error(
                 "family",
                 "the family",
-                f"instance({seed}) gives another task each time it is called.",
-                "Draw everything from a generator that is seeded with the instance's seed.",
+                f"instances {seed} and {family.test_seeds[-1]} have other {part}: {sorted(ours ^ theirs)}.",
+                "All instances share source names and dimensions, which observations and actions are made of.",
             )
-        last = family.instance(family.test_seeds[-1])
-        for part, ours, theirs in (
-            ("sources", set(one.built.sources), set(last.built.sources)),
-            ("dimensions", set(one.built.benchmark.weights), set(last.built.benchmark.weights)),
-        ):
-            if ours != theirs:
-                findings.error(
-                    "family",
-                    "the family",
-                    f"instances {seed} and {family.test_seeds[-1]} have other {part}: {sorted(ours ^ theirs)}.",
-                    "All instances share source names and dimensions, which observations and actions are made of.",
-                )
-    except ValueError as error:
-        findings.error("parts", "the family", str(error))
 
 
 def _check_repeats(findings: Findings, task: InnerTask) -> None:
@@ -205,9 +223,9 @@ def _check_repeats(findings: Findings, task: InnerTask) -> None:
     from .fresh_process import examine
 
     one, other = (examine(task, 1.0, skipped=_all_scorings(task), thorough=False) for _ in range(2))
-    told = {finding.where for finding in findings if finding.check == "repeatable"}
+    before = {finding.where for finding in findings if finding.check == "repeatable"}
     for part in sorted(one.parts.keys() | other.parts.keys()):
-        if part not in told:
+        if part not in before:
             _compare(findings, part, one.parts.get(part, ()), other.parts.get(part, ()), "two calls on one object")
 
 
@@ -228,5 +246,6 @@ def _contract() -> list[str]:
     return sorted({"recorded", *(name for name in vars(InnerTrainer) if not name.startswith("_"))})
 
 
-def _told(error: BaseException) -> str:
+def told(error: BaseException) -> str:
+    """Return what an error says: our own errors and a person's say what is wrong, others are named with their line."""
     return str(error) if isinstance(error, ValueError) else f"it raised {where_raised(error)}."

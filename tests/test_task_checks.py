@@ -267,6 +267,15 @@ def test_a_missing_split_is_told_in_the_benchmarks_words(base: Path) -> None:
     assert "weights must sum to 1" in error.problem
 
 
+def test_data_of_items_that_is_missing_or_of_two_types_is_told(base: Path) -> None:
+    some = [*items(count=30), *items(first=30, count=2, answer=None), *items(first=80, count=3, answer=7)]
+    told = found(GivenTask(base, [source()], benchmark(validation=some)))
+    assert [f.problem for f in told[("warning", "rows")]] == [
+        "'answer' is missing or None in 2 of 67 items.",
+        "'answer' mixes int (3) and string (62).",
+    ]
+
+
 def test_leaked_rows_are_counted(base: Path) -> None:
     rows = [{"prompt": f"{word}=", "completion": word[0]} for word in WORDS[30:60]]
     (warning,) = found(GivenTask(base, [source(demonstrations=rows)], benchmark()))[("warning", "contamination")]
@@ -346,6 +355,18 @@ def test_names_that_lead_nowhere_are_errors(fresh: None, tmp_path: Path, monkeyp
     monkeypatch.syspath_prepend(tmp_path)
     (error,) = found("my_broken_task:Task")[("error", "resolves")]
     assert "module 'missing_module' cannot be imported" in error.problem
+
+
+def test_what_a_module_prints_is_told_and_kept_out_of_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = "from posttrain_gym.inner_trainers.tasks.calculator import CalculatorTask as Task\nprint('loading')\n"
+    (tmp_path / "my_loud_task.py").write_text(code)
+    command = [sys.executable, "-m", "posttrain_gym", "check-task", "my_loud_task:Task", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["error"], told["warning"]) == (0, 1)
+    assert told["findings"][0]["problem"] == "importing or making it prints 'loading\\n'."
 
 
 class Drifting(TaskFamily):
