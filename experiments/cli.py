@@ -30,6 +30,7 @@ for command in (
     cli_space.space,
     cli_lists.tasks,
     cli_tasks.check_task,
+    cli_lists.models,
     cli_lists.policies,
     cli_lists.algorithms,
     cli_rounds.bench,

@@ -1,9 +1,9 @@
-"""Commands that list what there is: tasks, policies, algorithms."""
+"""Commands that list what there is: tasks, models, policies, algorithms."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -52,6 +52,33 @@ def tasks(
         },
     }
     console.print_json(data=data)
+
+
+def models(as_json: Json = False) -> None:
+    """List the built-in base models: parameters, licence, and what to run for one that is not there."""
+    from ..inner_trainers.base_models import BUILT_IN_MODELS
+
+    rows: list[dict[str, Any]] = [
+        {
+            "name": model.name,
+            "about": model.summary,
+            "parameters": model.parameters,
+            "licence": model.licence,
+            "missing": model.available(),
+        }
+        for model in BUILT_IN_MODELS.values()
+    ]
+    if as_json:
+        console.print_json(data=rows)
+        return
+    shown = [
+        {**row, "parameters": f"{row['parameters']:,}", "there": "no" if row["missing"] else "yes"} for row in rows
+    ]
+    console.print(table_of(["name", "about", "parameters", "licence", "there"], shown))
+    for row in rows:
+        if row["missing"]:
+            say(f"for {row['name']}, run {row['missing']}")
+    say("a task also takes a folder that save_pretrained wrote, or a hub name, org/name or org/name@revision")
 
 
 def policies(as_json: Json = False) -> None:

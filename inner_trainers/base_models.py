@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -15,15 +10,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from .checkpoint_folder import require_checkpoint
 from .messages import did_you_mean, first_line
-
-CACHE = "POSTTRAIN_GYM_CACHE"
-"""Environment variable that names the folder of converted models; default: ``posttrain-gym`` in the user's cache."""
+from .model_cache import converted
 
 _TASKS = Path(__file__).parent / "tasks"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:@[\w./-]+)?")
 _HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*.jinja")
-_DONE = "converted.json"
 
 
 @dataclass(frozen=True)
@@ -63,14 +56,9 @@ def model_folder(name: str | Path, folder: Path | None = None) -> Path:
     if text in BUILT_IN_MODELS:
         return BUILT_IN_MODELS[text].folder()
     path = (Path.cwd() if folder is None else Path(folder)) / Path(text).expanduser()
-    if path.is_dir():
-        _require_checkpoint(path)
+    if path.exists():
+        require_checkpoint(path, "model")
         return path.resolve()
-    if path.is_file():
-        raise ValueError(
-            f"model: {path} is a file; expected a folder that save_pretrained wrote, with config.json, weights "
-            "and tokenizer."
-        )
     if isinstance(name, str) and _HUB_NAME.fullmatch(text) and not text.startswith("."):
         return _from_hub(text, path)
     beside = path.parent.glob("*/config.json") if path.parent.is_dir() else ()
@@ -80,95 +68,45 @@ def model_folder(name: str | Path, folder: Path | None = None) -> Path:
     )
 
 
-def _require_checkpoint(path: Path) -> None:
-    """Refuse folders that are plainly something else, before anything loads."""
-    if (path / "config.json").is_file():
-        return
-    if (path / "adapter_config.json").is_file():
-        raise ValueError(
-            f"model: {path} holds LoRA adapters alone; merge them into their base model first (peft's "
-            "merge_and_unload, then save_pretrained of model and tokenizer) and name that folder."
-        )
-    if any(path.glob("*.gguf")):
-        raise ValueError(
-            f"model: {path} holds a GGUF file; load it with transformers and save it with save_pretrained."
-        )
-    inside = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
-    raise ValueError(f"model: {path} has no config.json (it holds {inside}); expected what save_pretrained writes.")
-
-
 def _from_hub(name: str, path: Path) -> Path:
+    """Return the folder of a hub's model: top-level safetensors, configuration and tokenizer, never code or pickles."""
     import huggingface_hub
 
     repository, _, revision = name.partition("@")
     try:
-        found = huggingface_hub.snapshot_download(
-            repository, revision=revision or None, allow_patterns=list(_HUB_FILES)
+        found = Path(
+            huggingface_hub.snapshot_download(
+                repository,
+                revision=revision or None,
+                allow_patterns=list(_HUB_FILES),
+                ignore_patterns=["*/*", "consolidated*"],  # the same weights once more, in forms of others
+            )
         )
     except Exception as error:  # the library raises many types for: not there, not allowed, not reachable
         raise ValueError(
-            f"model: there is no folder {path}, and {name!r} cannot be taken from the hub ({first_line(error, 200)}). "
-            "Check the name and your access to it (`hf auth login` for gated models), or download it elsewhere and "
-            "name its folder."
+            f"model: there is no folder {path}, and {name!r} cannot be taken from the hub: {_why(error)}."
         ) from error
-    _require_checkpoint(Path(found))
-    return Path(found)
+    require_checkpoint(found, "model")
+    return found
 
 
-def cache_folder() -> Path:
-    """Return the folder of converted models, made if need be; see `CACHE`."""
-    given = os.environ.get(CACHE)
-    if given:
-        folder = Path(given).expanduser()
-    else:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "posttrain-gym"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"{CACHE}: {folder} cannot be made ({error.strerror}); name a folder you may write to."
-        ) from None
-    return folder
+def _why(error: Exception) -> str:
+    """Return what went wrong with the hub and what to do, in words."""
+    from huggingface_hub import errors
 
-
-def converted(name: str, source: Path, convert: Callable[[Path, Path], None]) -> Path:
-    """Return the cached folder of a model that has to be converted, converting it when it is not there or not whole.
-
-    Two processes that convert at once each make a folder of their own; the first to finish gives it its name.
-
-    Args:
-        name: names the folder in the cache.
-        source: the file that is converted; its SHA-256 is part of the folder's name.
-        convert: writes the model of a file into a folder.
-    """
-    with source.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    target = cache_folder() / f"{name}-{digest[:16]}"
-    if _is_whole(target):
-        return target
-    partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
-    try:
-        convert(source, partial)
-        sizes = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
-        (partial / _DONE).write_text(json.dumps({"source": source.name, "sha256": digest, "files": sizes}, indent=1))
-        if target.exists() and not _is_whole(target):
-            shutil.rmtree(target)
-        try:
-            partial.replace(target)
-        except OSError:  # another process was faster
-            if not _is_whole(target):
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return target
-
-
-def _is_whole(folder: Path) -> bool:
-    try:
-        sizes: dict[str, int] = json.loads((folder / _DONE).read_text())["files"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
+    elsewhere = "or download it elsewhere (`hf download`) and name its folder"
+    if isinstance(error, errors.GatedRepoError):
+        return f"its owner must let you in; ask on its page, then run `hf auth login`, {elsewhere}"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "it has no such revision; name a branch, a tag or a whole commit hash after the @"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "the hub has no model of that name that you may see; check its spelling, or run `hf auth login`"
+    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+        return (
+            "the hub cannot be reached and no copy was downloaded before; go online (and unset HF_HUB_OFFLINE), "
+            f"{elsewhere}"
+        )
+    return f"{first_line(error, 200)}; check name and network, {elsewhere}"
 
 
 # SmolLM2 ------------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from transformers import (
 from posttrain_gym.inner_trainers.checkpoint_folder import require_checkpoint
 from posttrain_gym.inner_trainers.evaluation import Evaluator
 from posttrain_gym.inner_trainers.recipe import Recipe
-from posttrain_gym.inner_trainers.tasks.base import Benchmark, Chat, InnerTask, Item, Source
+from posttrain_gym.inner_trainers.tasks.base import Benchmark, Chat, Item, Source
 from posttrain_gym.inner_trainers.testing import TinyTask, write_tiny_checkpoint
 from posttrain_gym.inner_trainers.trl.models import load_model
 from posttrain_gym.inner_trainers.trl.trainer import TrlTrainer
@@ -92,6 +92,16 @@ def shard_elsewhere(folder: Path) -> None:
     index.write_text(index.read_text().replace('"model-00002', '"../model-00002'))
 
 
+def empty_index(folder: Path) -> None:
+    sharded(folder)
+    (folder / "model.safetensors.index.json").write_text("{}")
+
+
+def gguf_alone(folder: Path) -> None:
+    without(folder, "config.json", "model.safetensors")
+    (folder / "weights.gguf").write_bytes(b"GGUF")
+
+
 def one_below(folder: Path) -> None:
     below = folder / "checkpoint-500"
     below.mkdir()
@@ -131,7 +141,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         "(PeftModel.from_pretrained, merge_and_unload, then save_pretrained of model and tokenizer)",
     ),
     "gguf": (
-        lambda folder: ((folder / "config.json").unlink(), (folder / "weights.gguf").write_bytes(b"GGUF")),
+        gguf_alone,
         "has no config.json, it holds a GGUF file",
     ),
     "below": (
@@ -181,7 +191,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "shard elsewhere": (shard_elsewhere, "names '../model-00002-of-00005.safetensors', which is no file of the folder"),
     "no index": (
-        lambda folder: (sharded(folder), (folder / "model.safetensors.index.json").write_text("{}")),
+        empty_index,
         "has a model.safetensors.index.json that cannot be read (KeyError: 'weight_map')",
     ),
     "no tokenizer": (lambda folder: without(folder, "tokenizer*"), "holds no tokenizer; save the model's own there"),
@@ -372,16 +382,10 @@ def test_a_beginning_token_comes_once_in_every_sequence(tmp_path: Path) -> None:
     assert report.training_cost.trained_tokens == 8 * 5 + report.training_cost.generated_tokens
 
 
-class Bytes(InnerTask):
+class Bytes(TinyTask):
     """A task whose characters are bytes."""
 
     name = "bytes"
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def base_checkpoint(self) -> Path:
-        return self._folder
 
     def sources(self) -> list[Source]:
         rows = [{"prompt": f"{letter}é=", "completion": letter} for letter in "abcdefgh"]
