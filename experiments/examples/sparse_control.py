@@ -88,15 +88,18 @@ class SparseControl(LoopTask):
 
 
 class SparseControlFamily(TaskFamily):
-    """Hopper from other untrained policies; training and testing have policies of their own."""
+    """One problem from many untrained policies; meta-training and meta-testing have policies of their own."""
 
     name = "sparse-control"
     train_seeds = range(100, 200)
     test_seeds = range(100)
 
+    def __init__(self, problem: str = "hopper") -> None:
+        self._problem = problem
+
     def instance(self, seed: int) -> SparseControl:
         """Return the task of one untrained policy."""
-        return SparseControl(instance=seed)
+        return SparseControl(self._problem, seed)
 
 
 class SparseMountainCar(SparseControl):

@@ -71,7 +71,7 @@ PROBLEMS: Mapping[str, ControlProblem] = {
     "hopper": ControlProblem(
         environment="Hopper-v5",
         progress=lambda environment: float(environment.data.qpos[0]),
-        marks=(0.75, 1.25, 1.75),
+        marks=(0.9, 1.4, 1.9),
         max_steps=200,
         unit="metres forward",
         extra="control",

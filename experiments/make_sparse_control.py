@@ -1,0 +1,246 @@
+"""Compares fixed settings, rules and a learned net on the sparse-reward control example, at equal environment steps.
+
+Writes `experiments/results/sparse_control.parquet` and the page `sparse_control.md`. Runs that are in the Parquet file
+already are not run again, so an interrupted run goes on where it was; `--again` begins anew.
+
+    python -m posttrain_gym.experiments.make_sparse_control
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..inner_trainers.files import write_atomically
+from .make_in_loop_effects import controller_digest
+from .make_letters_rounds import RESULTS, read_parquet_rows
+
+NAME = "sparse_control"
+RULES = Path(__file__).resolve().parent / "examples" / "sparse_control_rules.yaml"
+NET = RESULTS / "sparse_control_net.safetensors"
+
+
+@dataclass(frozen=True)
+class Args:
+    """Settings of the comparison.
+
+    Attributes:
+        problem: a name of `PROBLEMS`.
+        steps: PPO iterations of each run; 2,048 environment steps each.
+        seeds: test seeds; each decides an untrained policy, the actions and the order of starts.
+        tuning_seeds: seeds on which the best fixed setting is chosen; disjoint from the test seeds.
+        entropies: entropy coefficients of the grid.
+        gammas: discounts of the grid.
+        net_seeds: seeds of the rounds that the net is learned from; disjoint from the test seeds.
+        net_decisions: decisions of its policy-gradient fine-tuning.
+    """
+
+    problem: str = "hopper"
+    steps: int = 28
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    tuning_seeds: tuple[int, ...] = (100, 101, 102)
+    entropies: tuple[float, ...] = (0.0, 0.005, 0.02)
+    gammas: tuple[float, ...] = (0.99, 0.998)
+    net_seeds: tuple[int, ...] = (110, 111, 112, 113, 114, 115)
+    net_decisions: int = 240
+
+
+def run(args: Args, phase: str, arm: str, seed: int, settings: Mapping[str, Any], controller: str) -> dict[str, Any]:
+    """Train one agent and return its row.
+
+    Args:
+        args: of the comparison.
+        phase: ``"tuning"`` or ``"test"``.
+        arm: names it in tables.
+        seed: of the untrained policy and of the round.
+        settings: recipe fields beside the task's defaults.
+        controller: a name that `make_controller` takes.
+    """
+    from ..inner_trainers.recipe import Recipe
+    from ..meta_policies.controllers.catalogue import make_controller
+    from ..meta_policies.controllers.drive import drive_round
+    from .examples.sparse_agent import ROLLOUT
+    from .examples.sparse_control import SparseControl
+
+    task = SparseControl(args.problem, seed)
+    trainer = task.trainer()
+    recipe = Recipe.from_dict({**task.recipe_defaults(), "start": "base", "steps": args.steps, **settings})
+    session = trainer.begin(task, recipe, trainer.base(task), seed)
+    try:
+        driven = drive_round(session, recipe, make_controller(controller))
+        report, checkpoint = session.result()
+    finally:
+        session.close()
+    if driven.failure is not None or checkpoint is None:
+        raise RuntimeError(f"{arm}, seed {seed}: {driven.failure or report.failure}")
+    card = trainer.evaluate(task, checkpoint, "test")[0]
+    last = report.curves[-1]
+    changes = Counter(adjustment.kind for _, adjustment in report.adjustments)
+    return {
+        "phase": phase,
+        "arm": arm,
+        "seed": seed,
+        "controller": controller_digest(controller),
+        "problem": args.problem,
+        "iterations": report.steps,
+        "environment_steps": report.steps * ROLLOUT,
+        "recipe": json.dumps(recipe.to_dict(), sort_keys=True),
+        "content_hash": task.built.content_hash,
+        "episodes": int(last["episodes_total"]),
+        "first_success_episode": _whole(last.get("first_success_episode")),
+        "first_success_steps": _whole(last.get("first_success_steps")),
+        "test_success": card.dimensions["success"].mean,
+        "test_marks": card.dimensions["marks"].mean,
+        "iteration_episodes": [int(row["episodes"]) for row in report.curves],
+        "iteration_reward": [row.get("reward", 0.0) for row in report.curves],
+        "iteration_reward_std": [row.get("reward_std", 0.0) for row in report.curves],
+        "iteration_success": [row.get("success", 0.0) for row in report.curves],
+        "iteration_entropy_coef": [row["entropy_coef"] for row in report.curves],
+        "iteration_gamma": [row["gamma"] for row in report.curves],
+        "adjustments": json.dumps(dict(sorted(changes.items()))),
+        "train_seconds": report.wall_seconds,
+        "versions": versions(),
+    }
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)
+
+
+def versions() -> str:
+    """Return the versions of what decides a run's result."""
+    names = ("gymnasium", "mujoco", "numpy", "stable-baselines3", "torch")
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+
+
+def grid(args: Args) -> dict[str, dict[str, float]]:
+    """Return the fixed settings that are tried: name -> recipe fields."""
+    return {
+        f"entropy {entropy:g}, gamma {gamma:g}": {"entropy_coef": entropy, "gamma": gamma}
+        for entropy in args.entropies
+        for gamma in args.gammas
+    }
+
+
+def best_of_grid(rows: Sequence[Mapping[str, Any]], args: Args) -> str:
+    """Return the name of the fixed setting with the highest mean reward per episode on the tuning seeds."""
+    from .sparse_control_page import reward_moments
+
+    means = {}
+    for name in grid(args):
+        found = [reward_moments(row)[0] for row in rows if (row["phase"], row["arm"]) == ("tuning", name)]
+        means[name] = sum(found) / len(found)
+    return max(means, key=lambda name: means[name])
+
+
+def learn_net(args: Args, net: Path) -> None:
+    """Clone the rules from their logs on training seeds, and fine-tune the net on rewards of other training rounds."""
+    import gymnasium as gym
+
+    from ..envs import registration  # noqa: F401  # registers the ids
+    from ..inner_trainers.recipe import Recipe
+    from ..meta_policies.controllers.catalogue import make_controller
+    from ..meta_policies.controllers.decision_log import DecisionLog
+    from ..meta_policies.controllers.drive import drive_round
+    from ..meta_policies.controllers.fine_tuning import FineTuningSettings
+    from ..meta_policies.controllers.net_training import train_net
+    from .examples.sparse_control import SparseControlFamily
+
+    family = SparseControlFamily(args.problem)
+    recipe = Recipe.from_dict(
+        {**family.instance(args.net_seeds[0]).recipe_defaults(), "start": "base", "steps": args.steps}
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        with DecisionLog(Path(folder)) as log:
+            for seed in args.net_seeds:
+                task = family.instance(seed)
+                trainer = task.trainer()
+                session = trainer.begin(task, recipe, trainer.base(task), seed)
+                drive_round(session, recipe, make_controller(f"rules:{RULES}"), log=log)
+                log.end(session.result()[0])
+
+        def environment() -> gym.Env[Any, Any]:
+            return gym.make("PostTrain/InLoop-v0", task=family, recipe=recipe, interval=1, budget=1e12)
+
+        train_net(
+            [folder],
+            net,
+            seed=0,
+            envs=[environment],
+            decisions=args.net_decisions,
+            fine_tuning=FineTuningSettings(objective="benchmark", rollout=2 * args.steps, horizon=args.steps),
+        )
+
+
+def plan(args: Args, chosen: str | None) -> list[tuple[str, str, int, dict[str, Any], str]]:
+    """Return (phase, arm, seed, recipe fields, controller) of every run; test arms that rest on tuning when chosen."""
+    none: dict[str, Any] = {}
+    runs = [("test", "default", seed, none, "none") for seed in args.seeds]
+    runs += [("test", "rules", seed, none, f"rules:{RULES}") for seed in args.seeds]
+    runs += [("tuning", name, seed, of, "none") for name, of in grid(args).items() for seed in args.tuning_seeds]
+    if chosen is not None:
+        runs += [("test", "best fixed", seed, grid(args)[chosen], "none") for seed in args.seeds]
+        if NET.exists():
+            runs += [("test", "net", seed, none, f"net:{NET}") for seed in args.seeds]
+        runs += [("test", "default, minibatches of 64", seed, {"batch_size": 64}, "none") for seed in args.seeds]
+    return runs
+
+
+def read_results() -> list[dict[str, Any]]:
+    """Return the committed rows."""
+    return read_parquet_rows(NAME)
+
+
+def _write(rows: Sequence[Mapping[str, Any]]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    partial = RESULTS / f"{NAME}.parquet.partial"
+    parquet.write_table(pa.Table.from_pylist([dict(row) for row in rows]), partial)
+    partial.replace(RESULTS / f"{NAME}.parquet")
+
+
+def main() -> None:
+    """Run what is missing and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--again", action="store_true", help="forget the runs that were done")
+    again = parser.parse_args().again
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import torch
+
+    from .sparse_control_page import describe
+
+    torch.set_num_threads(1)
+    args = Args()
+    kept = [] if again or not (RESULTS / f"{NAME}.parquet").exists() else read_results()
+    rows = {(row["phase"], row["arm"], row["seed"]): row for row in kept}
+    chosen: str | None = None
+    for _ in range(2):  # first what rests on nothing, then what rests on the tuning
+        for phase, arm, seed, settings, controller in plan(args, chosen):
+            done = rows.get((phase, arm, seed))
+            if done is None or done["controller"] != controller_digest(controller):
+                rows[phase, arm, seed] = row = run(args, phase, arm, seed, settings, controller)
+                _write(list(rows.values()))
+                print(
+                    f"{len(rows)} {phase}, {arm}, seed {seed}: first success after {row['first_success_episode']} "
+                    f"episodes, test success {row['test_success']:.2f}, {row['train_seconds']:.0f} s",
+                    flush=True,
+                )
+        chosen = best_of_grid(list(rows.values()), args)
+        if not NET.exists():
+            learn_net(args, NET)
+    page = describe(list(rows.values()), chosen or "", args)
+    write_atomically(RESULTS / f"{NAME}.md", page.encode())
+    print(page)
+
+
+if __name__ == "__main__":
+    main()
