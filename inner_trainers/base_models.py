@@ -162,6 +162,8 @@ def _convert_smol(source: Path, target: Path) -> None:
     model.tie_weights()
     model.generation_config = copy.deepcopy(loaded.generation_config)
     model.save_pretrained(target)
+    # else it says whether the hub was switched off meanwhile, and the folder's hash with it
+    tokenizer.init_kwargs["local_files_only"] = False
     tokenizer.save_pretrained(target)
 
 
