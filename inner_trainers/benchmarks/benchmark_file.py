@@ -31,7 +31,7 @@ _KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "file": ("weight", *_OWN),
         "validation": ("weight", *_OWN),
         "reasoning_gym": ("weight", "reasoning_gym", "settings", "size", "seed", "extract"),
-        "lm_eval": ("weight", "lm_eval", "size", "sample_seed", "extract"),
+        "lm_eval": ("weight", "lm_eval", "size", "sample_seed", "filter"),
     }
 )
 _MOST = 1_000_000
@@ -322,7 +322,8 @@ def _of_lm_eval(name: str, section: YamlSection, folder: Path, share: float) -> 
     from .lm_eval import read_lm_eval
 
     path = folder / Path(section.text("lm_eval")).expanduser()
-    task = _asked(section, "lm_eval", lambda: read_lm_eval(path, name))
+    filter_name = section.text("filter") if "filter" in section else ""
+    task = _asked(section, "lm_eval", lambda: read_lm_eval(path, name, filter_name=filter_name))
     by_split: dict[str, list[Item]] = {split: [] for split in SPLITS}
     for item in task.items:
         by_split[split_of(item.prompt, share)].append(item)
