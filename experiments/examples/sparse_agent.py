@@ -34,7 +34,7 @@ ROLLOUT = 2048
 Weights = Mapping[str, torch.Tensor]
 
 
-def iteration_cost(parameters: int, passes: int) -> Cost:
+def iteration_cost(parameters: int, passes: int, rollout: int) -> Cost:
     """Return what one PPO iteration costs: a token is an environment step.
 
     The steps are generated (one forward pass each, 2·N FLOPs), then trained on ``passes`` times (6·N each).
@@ -42,12 +42,13 @@ def iteration_cost(parameters: int, passes: int) -> Cost:
     Args:
         parameters: N, of actor and critic together.
         passes: passes over the steps.
+        rollout: environment steps of the iteration.
     """
-    trained = ROLLOUT * passes
+    trained = rollout * passes
     return Cost(
         trained_tokens=trained,
-        generated_tokens=ROLLOUT,
-        flops=6.0 * parameters * trained + 2.0 * parameters * ROLLOUT,
+        generated_tokens=rollout,
+        flops=6.0 * parameters * trained + 2.0 * parameters * rollout,
     )
 
 
@@ -62,12 +63,19 @@ class SparseAgent(Loop):
         starts: reset seeds of its episodes.
         weights: what the policy starts from.
         seed: decides actions, minibatches and the order of starts.
+        rollout: environment steps of one iteration, a multiple of `ENVIRONMENTS`.
     """
 
     def __init__(
-        self, problem: ControlProblem, recipe: Recipe, starts: Sequence[int], weights: Weights, seed: int
+        self,
+        problem: ControlProblem,
+        recipe: Recipe,
+        starts: Sequence[int],
+        weights: Weights,
+        seed: int,
+        rollout: int = ROLLOUT,
     ) -> None:
-        self._rate = recipe.learning_rate
+        self._rate, self._rollout = recipe.learning_rate, rollout
         environments = [problem.make() for _ in range(ENVIRONMENTS)]
         order = shuffled_starts(starts, seed)  # one for all: each start is used once before any is used again
         for environment in environments:
@@ -76,7 +84,7 @@ class SparseAgent(Loop):
             "MlpPolicy",
             DummyVecEnv([lambda one=one: one for one in environments]),  # type: ignore[misc]
             learning_rate=lambda _: self._rate,
-            n_steps=ROLLOUT // ENVIRONMENTS,
+            n_steps=rollout // ENVIRONMENTS,
             batch_size=recipe.batch_size,
             n_epochs=recipe.num_iterations,
             gamma=recipe.gamma,
@@ -95,14 +103,14 @@ class SparseAgent(Loop):
         self._first: dict[str, float] = {}
 
     def step(self, settings: LoopSettings) -> LoopStep:
-        """Put the settings in force, collect `ROLLOUT` environment steps with the policy as it is, and update it."""
+        """Put the settings in force, collect environment steps with the policy as it is, and update it."""
         self.use(settings)
         episodes = _Episodes()
-        self.model.learn(ROLLOUT, callback=episodes, log_interval=_NEVER, reset_num_timesteps=False)
+        self.model.learn(self._rollout, callback=episodes, log_interval=_NEVER, reset_num_timesteps=False)
         row = self._row(episodes)
-        passes = ROLLOUT * self.model.n_epochs
-        cost = iteration_cost(sum(p.numel() for p in self.model.policy.parameters()), self.model.n_epochs)
-        return LoopStep(row.pop("loss"), row, cost, samples=passes)
+        parameters = sum(parameter.numel() for parameter in self.model.policy.parameters())
+        cost = iteration_cost(parameters, self.model.n_epochs, self._rollout)
+        return LoopStep(row.pop("loss"), row, cost, samples=cost.trained_tokens)
 
     def use(self, settings: LoopSettings) -> None:
         """Put a rate and the settings that adjustments can change in force, from the next iteration on."""

@@ -79,7 +79,7 @@ PROBLEMS: Mapping[str, ControlProblem] = {
     "mountain-car": ControlProblem(
         environment="MountainCarContinuous-v0",
         progress=lambda environment: float(environment.state[0]),
-        marks=(0.0, 0.2, 0.4),
+        marks=(-0.2, 0.1, 0.4),
         max_steps=200,
         unit="position, the goal at 0.45",
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,18 +14,21 @@ from posttrain_gym.inner_trainers.loop import LoopTrainer
 from posttrain_gym.inner_trainers.recipe import Recipe
 from posttrain_gym.inner_trainers.tasks import InnerTask, Item
 
-from .sparse_agent import ROLLOUT, SparseAgent, Weights, iteration_cost, new_policy, play
+from .sparse_agent import ENVIRONMENTS, ROLLOUT, SparseAgent, Weights, iteration_cost, new_policy, play
 from .sparse_control import SparseControl
 
 
 class SparseTrainer(LoopTrainer):
     """Trains PPO agents on `SparseControl` tasks.
 
-    A round is ``steps`` PPO iterations; each collects 2,048 environment steps and goes over them ``num_iterations``
-    times in minibatches of ``batch_size``. A checkpoint holds the policy alone (actor, critic, log standard deviation
-    of actions), as plain tensors: a round that starts from it begins with an optimiser of its own.
+    A round is ``steps`` PPO iterations; each collects ``rollout`` environment steps and goes over them
+    ``num_iterations`` times in minibatches of ``batch_size``. A checkpoint holds the policy alone (actor, critic, log
+    standard deviation of actions), as plain tensors: a round that starts from it begins with an optimiser of its own.
 
     A round in which no episode was rewarded is no failure: it is what the problem is about.
+
+    Args:
+        rollout: environment steps of one iteration, a multiple of `sparse_agent.ENVIRONMENTS`.
     """
 
     algorithms = ("ppo",)
@@ -55,14 +58,24 @@ class SparseTrainer(LoopTrainer):
     on_policy = True
     fault_policy = FaultPolicy(no_signal_steps=None)
 
+    def __init__(self, rollout: int = ROLLOUT) -> None:
+        if rollout < 2 * ENVIRONMENTS or rollout % ENVIRONMENTS:
+            raise ValueError(f"rollout: expected a multiple of {ENVIRONMENTS}, two at least, got {rollout}.")
+        self._rollout = rollout
+
+    @property
+    def fingerprint(self) -> Mapping[str, Any]:
+        """Class, version and environment steps of an iteration."""
+        return {**super().fingerprint, "rollout": self._rollout}
+
     def check(self, task: InnerTask, recipe: Recipe) -> None:
         """Refuse other tasks, minibatches larger than an iteration, and what every trainer refuses."""
         super().check(task, recipe)
         _control(task)
-        if not 2 <= recipe.batch_size <= ROLLOUT:
+        if not 2 <= recipe.batch_size <= self._rollout:
             raise ValueError(
-                f"batch_size: expected a minibatch of 2 to {ROLLOUT} environment steps, which are all of an iteration, "
-                f"got {recipe.batch_size}."
+                f"batch_size: expected a minibatch of 2 to {self._rollout} environment steps, which are all of "
+                f"an iteration, got {recipe.batch_size}."
             )
         if recipe.gradient_accumulation != 1:
             raise ValueError(
@@ -99,7 +112,7 @@ class SparseTrainer(LoopTrainer):
 
     def step_cost(self, task: InnerTask, recipe: Recipe) -> Cost:
         """Return the cost of one PPO iteration."""
-        return iteration_cost(self.parameters(task), recipe.num_iterations)
+        return iteration_cost(self.parameters(task), recipe.num_iterations, self._rollout)
 
     def evaluation_cost(self, task: InnerTask, items: int) -> Cost:
         """Return the cost of one episode for each item, each taken to run to its time limit."""

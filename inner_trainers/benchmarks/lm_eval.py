@@ -255,8 +255,9 @@ def _documents(section: YamlSection, splits: Sequence[str], folder: Path) -> lis
         if not local.exists():
             raise section.error(
                 "dataset_path",
-                f"{loader!r} is no file or folder beside the task, and data sets of the hub are not fetched "
-                "for a benchmark: download its files, write dataset_path: json and dataset_kwargs: {data_files: {test: FILE}}.",
+                f"{loader!r} is no file or folder beside the task, and data sets of the hub are not fetched for a "
+                "benchmark: download its files, then write dataset_path: json, and "
+                "dataset_kwargs: {data_files: {test: FILE}}.",
             )
         files = {split: str(found) for split in named for found in _of_split(local, split)[:1]} or {"test": str(local)}
     elif loader not in _LOADERS:

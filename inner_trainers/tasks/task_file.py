@@ -164,11 +164,11 @@ class FileTask(InnerTask):
     def _place(self, name: str) -> Path | str:
         """Return a path as the file means it; a name that is no file there is left to the reader, as of the hub."""
         beside = self._folder / Path(name).expanduser()
-        return beside if beside.exists() or "*" in name or Path(name).suffix or name.startswith((".", "/")) else name
+        return beside if _is_there(beside) or "*" in name or Path(name).suffix or name.startswith((".", "/")) else name
 
     def _beside(self, key: str) -> Path:
         path = self._folder / Path(self._file.text(key)).expanduser()
-        if not path.is_file():
+        if not (_is_there(path) and path.is_file()):
             raise self._file.error(key, f"there is no file {path}; paths are relative to the task's file.")
         return path.resolve()
 
@@ -199,8 +199,9 @@ class FileTask(InnerTask):
                 continue
             section.only(_FILE_SOURCE)
             where = self._place(section.text("file"))
-            if isinstance(where, Path) and "*" not in where.name and not where.exists():
-                near = [path.name for path in where.parent.iterdir()] if where.parent.is_dir() else []
+            if isinstance(where, Path) and "*" not in where.name and not _is_there(where):
+                folder = where.parent
+                near = [path.name for path in folder.iterdir()] if _is_there(folder) and folder.is_dir() else []
                 hint = did_you_mean(where.name, near) if near else ""
                 raise section.error("file", f"there is no file {where}; paths are relative to the task's file.{hint}")
             if "columns" in section:
@@ -221,7 +222,7 @@ class FileTask(InnerTask):
         template = None
         if "template" in section:
             path = self._folder / section.text("template")
-            if not path.is_file():
+            if not (_is_there(path) and path.is_file()):
                 raise section.error("template", f"there is no file {path} with the Jinja template.")
             try:
                 template = path.read_text("utf-8")
@@ -240,3 +241,11 @@ class FileTask(InnerTask):
             name, _, problem = str(error).partition(": ")
             raise section.error(name if name in section else None, problem or str(error)) from None
         return {name: getattr(recipe, name) for name in section}
+
+
+def _is_there(path: Path) -> bool:
+    """Return whether there is such a file or folder; there is none of a name that is too long."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
