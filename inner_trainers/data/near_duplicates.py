@@ -122,8 +122,11 @@ class NearDuplicates:
             if len(filled):
                 block = narrow[starts[begin] : starts[end]]
                 at = starts[filled] - starts[begin]
+                values = np.empty_like(block)  # one buffer: a new one for each function costs more than the hashing
                 for column, (mask, factor) in enumerate(zip(self._masks, self._factors, strict=True)):
-                    smallest = np.minimum.reduceat((block ^ mask) * factor, at)
+                    np.bitwise_xor(block, mask, out=values)
+                    np.multiply(values, factor, out=values)
+                    smallest = np.minimum.reduceat(values, at)
                     # the least of many values has zeros in front, so the bits are taken from all of it
                     least[filled, column] = (smallest * np.uint32(0x9E3779B1)) >> np.uint32(16)
             begin = end
