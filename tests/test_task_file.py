@@ -175,6 +175,7 @@ def test_chat_teacher_recipe_and_a_benchmark_of_its_own(folder: Path) -> None:
 # What is wrong is told with its place
 
 WRONG: list[tuple[str, str, str]] = [
+    ("file: train.jsonl", f"file: {'x' * 300}.jsonl", r"line 4, column 11: sources.words.file: there is no file"),
     ("model: model", "modle: model", r"line 1, column 1: modle: unknown key 'modle'\. Did you mean 'model'\?"),
     ("model: model", "teacher: model", r"line 1, column 1: key 'model' is missing"),
     ("model: model", "model: 3", r"line 1, column 8: model: expected text, got 3"),
