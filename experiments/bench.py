@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..inner_trainers.messages import did_you_mean
+from .bench_data import bench_inspect_data
 from .bench_in_loop import PAIRS, bench_in_loop
 from .bench_rounds import bench_long_round, bench_rollouts
 from .bench_space import bench_space
@@ -216,6 +217,7 @@ def bench_import(repeats: int) -> dict[str, Any]:
 BENCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "import": bench_import,
     "in-loop": bench_in_loop,
+    "inspect-data": bench_inspect_data,
     "space": bench_space,
     "memory": bench_memory,
     "rollouts": bench_rollouts,

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import cli_cost, cli_lists, cli_rounds, cli_search, cli_space, cli_tasks
+from . import cli_cost, cli_data, cli_lists, cli_rounds, cli_search, cli_space, cli_tasks
 from .cli_entry import run_app
 from .progress import console
 
@@ -30,6 +30,7 @@ for command in (
     cli_space.space,
     cli_lists.tasks,
     cli_tasks.check_task,
+    cli_data.inspect_data,
     cli_lists.models,
     cli_lists.policies,
     cli_lists.algorithms,

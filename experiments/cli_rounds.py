@@ -114,7 +114,7 @@ def replay(
 
 
 def bench(
-    name: Annotated[str, typer.Argument(help="round, rollouts, in-loop, space, rounds-per-hour, memory or import.")],
+    name: Annotated[str, typer.Argument(help="round, rollouts, in-loop, inspect-data, space, ...")],
     repeats: Annotated[
         int | None, typer.Option(min=1, help="Repetitions of each side, interleaved; default: 5, of in-loop 10.")
     ] = None,

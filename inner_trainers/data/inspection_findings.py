@@ -86,7 +86,8 @@ class DataFinding:
     def __str__(self) -> str:
         places = listed("row", self.rows, self.count)
         if self.lines:
-            places += f" ({listed('line', self.lines, self.count)})"
+            lines = listed("line", self.lines, self.count)
+            places = f"{places} ({lines})" if places else lines
         told = f"{self.severity}: {self.path}: {self.problem}" + (f": {places}" if places else "")
         return f"{told}. {self.remedy}".rstrip()
 

@@ -277,7 +277,7 @@ class RowChecks:
             missing = [name for name in self.form.columns if name not in row]
             if missing:
                 raise ValueError(
-                    f"{place}: the form of the first row is {self.form.name}, and there is no {' and no '.join(missing)}"
+                    f"{place}: the first row has the form {self.form.name}, this one no {' and no '.join(missing)}"
                 )
             return row, self.form.convert(row, place) if self.form.kind else row
         except ValueError as error:

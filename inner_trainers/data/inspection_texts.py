@@ -17,13 +17,16 @@ _ZERO_WIDTH = re.compile("[\u200b\u2060\u00ad]|\ufeff")
 _LEAST_VOTES = 2
 
 _STOP_WORDS: Mapping[str, frozenset[str]] = {
-    "English": frozenset(["the", "of", "and", "to", "in", "is", "that", "it", "for", "was", "with", "as", "are", "this", "be", "what", "how"]),
-    "German": frozenset(["der", "die", "das", "und", "ist", "nicht", "ein", "eine", "zu", "den", "mit", "von", "für", "auf", "wie", "was"]),
-    "French": frozenset(["le", "la", "les", "des", "est", "et", "une", "un", "dans", "que", "qui", "pour", "pas", "sur", "avec", "quel"]),
-    "Spanish": frozenset(["el", "la", "los", "las", "es", "y", "una", "un", "en", "que", "por", "para", "con", "del", "como", "qué"]),
-    "Italian": frozenset(["il", "lo", "gli", "è", "e", "una", "un", "in", "che", "per", "con", "del", "della", "non", "come"]),
-    "Portuguese": frozenset(["o", "os", "as", "é", "e", "uma", "um", "em", "que", "por", "para", "com", "do", "da", "não", "como"]),
-    "Dutch": frozenset(["de", "het", "een", "en", "is", "niet", "van", "met", "op", "voor", "dat", "wat", "hoe", "zijn"]),
+    language: frozenset(words.split())
+    for language, words in (
+        ("English", "the of and to in is that it for was with as are this be what how"),
+        ("German", "der die das und ist nicht ein eine zu den mit von für auf wie was"),
+        ("French", "le la les des est et une un dans que qui pour pas sur avec quel"),
+        ("Spanish", "el la los las es y una un en que por para con del como qué"),
+        ("Italian", "il lo gli è e una un in che per con del della non come"),
+        ("Portuguese", "o os as é e uma um em que por para com do da não como"),
+        ("Dutch", "de het een en is niet van met op voor dat wat hoe zijn"),
+    )
 }
 _LETTERS = re.compile(r"[^\W\d_]+")
 
@@ -36,7 +39,7 @@ _TOLD: Mapping[str, tuple[str, str, str]] = {
     "replacement": (
         "warning",
         "hold the replacement character U+FFFD",
-        "Characters were lost in an earlier conversion and cannot be brought back; go back to the source, or drop them.",
+        "Characters were lost in an earlier conversion and cannot be brought back; take the source again, or drop them.",
     ),
     "mojibake": (
         "warning",

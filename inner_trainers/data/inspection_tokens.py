@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,12 +147,14 @@ class RowCounter:
     def _written(self, row: Mapping[str, Any]) -> str | None:
         """Return a text that is no shorter than what stands before the first token that is learned."""
         if self.kind == "preferences":
+            from ..trl.data import common_prefix_length
+
             chosen, rejected = row["chosen"], row["rejected"]
             if not (isinstance(chosen, str) and isinstance(rejected, str)):
                 return None
             if self._ascii_alone:  # a normaliser may make equal what differs
                 return str(row["prompt"]) + min(chosen, rejected, key=len)
-            return str(row["prompt"]) + os.path.commonprefix([chosen, rejected])
+            return str(row["prompt"]) + chosen[: common_prefix_length(chosen, rejected)]
         if "messages" not in row:
             return str(row["prompt"])
         if any(turn.get("tool_calls") or turn["role"] == "tool" for turn in row["messages"]):
