@@ -7,17 +7,19 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
+from huggingface_hub.utils._paths import filter_repo_objects
 from safetensors import safe_open
 from typer.testing import CliRunner
 
 from posttrain_gym.experiments.cli import app
-from posttrain_gym.inner_trainers import base_models, model_cache
+from posttrain_gym.inner_trainers import model_cache
 from posttrain_gym.inner_trainers.base_models import BUILT_IN_MODELS, model_folder
 from posttrain_gym.inner_trainers.checkpoint_folder import require_checkpoint
 from posttrain_gym.inner_trainers.model_cache import CACHE, cache_folder, converted
@@ -112,7 +114,7 @@ def test_only_weights_settings_and_tokenizer_are_taken_at_the_revision(
     def snapshot_download(repository: str, **settings: Any) -> str:
         asked.append((repository, settings["revision"]))
         kept = list(
-            huggingface_hub.utils.filter_repo_objects(
+            filter_repo_objects(
                 [
                     "model.safetensors",
                     "model.safetensors.index.json",
@@ -156,17 +158,20 @@ def test_only_weights_settings_and_tokenizer_are_taken_at_the_revision(
 class Response:
     """What the library's errors read of an answer."""
 
-    headers: dict[str, str] = {}
+    headers: ClassVar[dict[str, str]] = {}
     status_code = 403
     request = None
+
+
+ANSWER: Any = Response()
 
 
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (errors.GatedRepoError("403", response=Response()), "its owner must let you in; ask on its"),
-        (errors.RepositoryNotFoundError("404", response=Response()), "the hub has no model of that name"),
-        (errors.RevisionNotFoundError("404", response=Response()), "it has no such revision; name a branch, a tag or"),
+        (errors.GatedRepoError("403", response=ANSWER), "its owner must let you in; ask on its"),
+        (errors.RepositoryNotFoundError("404", response=ANSWER), "the hub has no model of that name"),
+        (errors.RevisionNotFoundError("404", response=ANSWER), "it has no such revision; name a branch, a tag or"),
         (errors.LocalEntryNotFoundError("no"), "the hub cannot be reached and no copy was downloaded"),
         (OSError("disk full"), "OSError: disk full; check name and network, or download it elsewhere"),
     ],
@@ -329,9 +334,9 @@ def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
-        raise base_models.metadata.PackageNotFoundError(name)
+        raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(base_models.metadata, "distribution", missing)
+    monkeypatch.setattr(metadata, "distribution", missing)
 
 
 @pytest.mark.usefixtures("not_installed")
