@@ -4,6 +4,8 @@ Writes `experiments/results/sparse_control.parquet` and the page `sparse_control
 already are not run again, so an interrupted run goes on where it was; `--again` begins anew.
 
     python -m posttrain_gym.experiments.make_sparse_control
+
+More arms take more time: `--arms small` adds the library's own minibatches of 64, `--arms net` a learned controller.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ from .make_in_loop_effects import controller_digest
 from .make_letters_rounds import RESULTS, read_parquet_rows
 
 NAME = "sparse_control"
+ASKED = {"algorithm": "ppo", "mix": {"starts": 1.0}, "start": "base"}
 RULES = Path(__file__).resolve().parent / "examples" / "sparse_control_rules.yaml"
+MORE = ("small", "net")
+"""Arms that are run when they are asked for."""
 NET = RESULTS / "sparse_control_net.safetensors"
 
 
@@ -47,7 +52,7 @@ class Args:
     steps: int = 28
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     tuning_seeds: tuple[int, ...] = (100, 101, 102)
-    entropies: tuple[float, ...] = (0.0, 0.005, 0.02)
+    entropies: tuple[float, ...] = (0.0, 0.02)
     gammas: tuple[float, ...] = (0.99, 0.998)
     net_seeds: tuple[int, ...] = (110, 111, 112, 113, 114, 115)
     net_decisions: int = 240
@@ -72,7 +77,7 @@ def run(args: Args, phase: str, arm: str, seed: int, settings: Mapping[str, Any]
 
     task = SparseControl(args.problem, seed)
     trainer = task.trainer()
-    recipe = Recipe.from_dict({**task.recipe_defaults(), "start": "base", "steps": args.steps, **settings})
+    recipe = Recipe.from_dict({**task.recipe_defaults(), **ASKED, "steps": args.steps, **settings})
     session = trainer.begin(task, recipe, trainer.base(task), seed)
     try:
         driven = drive_round(session, recipe, make_controller(controller))
@@ -180,17 +185,25 @@ def learn_net(args: Args, net: Path) -> None:
         )
 
 
-def plan(args: Args, chosen: str | None) -> list[tuple[str, str, int, dict[str, Any], str]]:
-    """Return (phase, arm, seed, recipe fields, controller) of every run; test arms that rest on tuning when chosen."""
+def plan(args: Args, chosen: str | None, more: Sequence[str] = ()) -> list[tuple[str, str, int, dict[str, Any], str]]:
+    """Return (phase, arm, seed, recipe fields, controller) of every run.
+
+    Args:
+        args: of the comparison.
+        chosen: the fixed setting that the tuning seeds chose; None while they have not, which leaves out what rests on
+            it.
+        more: arms that are asked for beside the others, of `MORE`.
+    """
     none: dict[str, Any] = {}
     runs = [("test", "default", seed, none, "none") for seed in args.seeds]
     runs += [("test", "rules", seed, none, f"rules:{RULES}") for seed in args.seeds]
     runs += [("tuning", name, seed, of, "none") for name, of in grid(args).items() for seed in args.tuning_seeds]
     if chosen is not None:
         runs += [("test", "best fixed", seed, grid(args)[chosen], "none") for seed in args.seeds]
-        if NET.exists():
+        if "net" in more:
             runs += [("test", "net", seed, none, f"net:{NET}") for seed in args.seeds]
-        runs += [("test", "default, minibatches of 64", seed, {"batch_size": 64}, "none") for seed in args.seeds]
+        if "small" in more:
+            runs += [("test", "default, minibatches of 64", seed, {"batch_size": 64}, "none") for seed in args.seeds]
     return runs
 
 
@@ -212,7 +225,9 @@ def main() -> None:
     """Run what is missing and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--again", action="store_true", help="forget the runs that were done")
-    again = parser.parse_args().again
+    parser.add_argument("--arms", nargs="*", choices=MORE, default=[], help="arms beside default, best fixed and rules")
+    given = parser.parse_args()
+    again = given.again
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
 
@@ -224,7 +239,7 @@ def main() -> None:
     rows = {(row["phase"], row["arm"], row["seed"]): row for row in kept}
     chosen: str | None = None
     for _ in range(2):  # first what rests on nothing, then what rests on the tuning
-        for phase, arm, seed, settings, controller in plan(args, chosen):
+        for phase, arm, seed, settings, controller in plan(args, chosen, given.arms):
             done = rows.get((phase, arm, seed))
             if done is None or done["controller"] != controller_digest(controller):
                 rows[phase, arm, seed] = row = run(args, phase, arm, seed, settings, controller)
@@ -235,7 +250,7 @@ def main() -> None:
                     flush=True,
                 )
         chosen = best_of_grid(list(rows.values()), args)
-        if not NET.exists():
+        if "net" in given.arms and not NET.exists():
             learn_net(args, NET)
     page = describe(list(rows.values()), chosen or "", args)
     write_atomically(RESULTS / f"{NAME}.md", page.encode())

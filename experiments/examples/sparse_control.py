@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from posttrain_gym.inner_trainers.loop import LoopTask
+from posttrain_gym.inner_trainers.messages import require_integer
 from posttrain_gym.inner_trainers.tasks import Benchmark, Item, Source, TaskFamily
 
 from .sparse_locomotion import START_POOL, problem_named
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 TRAINING_STARTS = 8192
 ITEMS = 24
-"""Items of each dimension and split."""
+"""Items of each dimension and split, where nothing else is asked."""
 
 DIMENSIONS = ("marks", "success")
 
@@ -35,10 +36,12 @@ class SparseControl(LoopTask):
     Args:
         problem: a name of `PROBLEMS`.
         instance: decides the untrained policy that rounds start from.
+        items: starts in each dimension and split, at least 1; more make smaller errors.
     """
 
-    def __init__(self, problem: str = "hopper", instance: int = 0) -> None:
+    def __init__(self, problem: str = "hopper", instance: int = 0, items: int = ITEMS) -> None:
         self.problem_name, self.problem, self.instance = problem, problem_named(problem), instance
+        self._items = require_integer("items", items, low=1, high=100_000)
         self.name = f"sparse-{problem}"
 
     def sources(self) -> list[Source]:
@@ -46,11 +49,11 @@ class SparseControl(LoopTask):
         return [Source("starts", {"records": [{"start": start} for start in range(TRAINING_STARTS)]})]
 
     def benchmark(self) -> Benchmark:
-        """Return starts of evaluation episodes, `ITEMS` in each dimension and split."""
+        """Return starts of evaluation episodes."""
         own = {"problem": self.problem_name, "policy": self.instance, "versions": _versions(self.problem.environment)}
 
         def items(first: int) -> list[Item]:
-            starts = range(first, first + ITEMS * len(DIMENSIONS))
+            starts = range(first, first + self._items * len(DIMENSIONS))
             return [
                 Item(f"start {start}", DIMENSIONS[start % len(DIMENSIONS)], {"start": start, **own}) for start in starts
             ]
@@ -58,7 +61,7 @@ class SparseControl(LoopTask):
         return Benchmark(
             {"success": 0.5, "marks": 0.5},
             validation=items(START_POOL // 2),
-            test=items(START_POOL // 2 + ITEMS * len(DIMENSIONS)),
+            test=items(START_POOL // 2 + self._items * len(DIMENSIONS)),
             score=lambda item, text: _score(item, text, len(self.problem.marks)),
             scorer_version=f"marks {self.problem.marks} in {self.problem.max_steps} steps",
         )
@@ -72,9 +75,7 @@ class SparseControl(LoopTask):
     def recipe_defaults(self) -> Mapping[str, Any]:
         """Return Stable-Baselines3's defaults, with minibatches of 256 in place of 64."""
         return {
-            "algorithm": "ppo",
-            "mix": {"starts": 1.0},
-            "steps": 32,
+            "steps": 28,
             "batch_size": 256,
             "learning_rate": 3e-4,
             "num_iterations": 10,
@@ -105,8 +106,8 @@ class SparseControlFamily(TaskFamily):
 class SparseMountainCar(SparseControl):
     """The same where MuJoCo is missing: a car in a valley, with three marks on the hill."""
 
-    def __init__(self) -> None:
-        super().__init__("mountain-car")
+    def __init__(self, instance: int = 0, items: int = ITEMS) -> None:
+        super().__init__("mountain-car", instance, items)
 
 
 def _score(item: Item, marks: str, of: int) -> float:

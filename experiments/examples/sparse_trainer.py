@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from posttrain_gym.inner_trainers.tasks import InnerTask, Item
 
 from .sparse_agent import ENVIRONMENTS, ROLLOUT, SparseAgent, Weights, iteration_cost, new_policy, play
 from .sparse_control import SparseControl
+from .sparse_locomotion import problem_named
 
 
 class SparseTrainer(LoopTrainer):
@@ -93,7 +95,7 @@ class SparseTrainer(LoopTrainer):
         rows = [
             row for name, share in recipe.mix.items() if share > 0 for row in task.built.sources[name].rows["records"]
         ]
-        return SparseAgent(_control(task).problem, recipe, [row["start"] for row in rows], weights, seed)
+        return SparseAgent(_control(task).problem, recipe, [row["start"] for row in rows], weights, seed, self._rollout)
 
     def score(self, task: InnerTask, weights: Weights, items: Sequence[Item]) -> NDArray[np.float64]:
         """Return the scores of one episode for each item, the policy taking its most likely action."""
@@ -108,7 +110,7 @@ class SparseTrainer(LoopTrainer):
 
     def parameters(self, task: InnerTask) -> int:
         """Return the number of parameters of actor and critic."""
-        return sum(parameter.numel() for parameter in _policy(_control(task)).parameters())
+        return _parameters(_control(task).problem_name)
 
     def step_cost(self, task: InnerTask, recipe: Recipe) -> Cost:
         """Return the cost of one PPO iteration."""
@@ -124,6 +126,11 @@ def _control(task: InnerTask) -> SparseControl:
     if not isinstance(task, SparseControl):
         raise ValueError(f"task {task.name!r}: SparseTrainer trains on SparseControl tasks, got {type(task).__name__}.")
     return task
+
+
+@cache
+def _parameters(problem: str) -> int:
+    return sum(parameter.numel() for parameter in new_policy(problem_named(problem), 0).parameters())
 
 
 def _policy(task: SparseControl) -> Any:
