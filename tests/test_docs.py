@@ -19,8 +19,10 @@ from posttrain_gym.experiments.doc_tables import (
 )
 from posttrain_gym.inner_trainers.adjustments import KINDS
 from posttrain_gym.inner_trainers.base import CAUSES
+from posttrain_gym.inner_trainers.base_models import BUILT_IN_MODELS
 from posttrain_gym.inner_trainers.fault_kinds import FAULTS
 from posttrain_gym.inner_trainers.signals import SIGNALS
+from posttrain_gym.inner_trainers.tiny_models import TINY_ARCHITECTURES
 from posttrain_gym.inner_trainers.trl.algorithms import ALGORITHMS
 from posttrain_gym.meta_policies.controllers.rule_file import parse_rules
 from posttrain_gym.meta_policies.hyperparameters import load_hyperparameters
@@ -95,3 +97,13 @@ def test_the_page_of_meta_policies_names_every_algorithm_and_its_file_is_read(tm
 def test_the_page_of_wrappers_names_every_wrapper() -> None:
     page = (DOCS / "wrappers.md").read_text()
     assert set(re.findall(r"^\| `(\w+)`", page, re.M)) == set(wrappers.__all__)
+
+
+def test_the_page_on_models_has_every_built_in_one_and_every_architecture_that_is_tested() -> None:
+    page = (DOCS / "models.md").read_text()
+    for model in BUILT_IN_MODELS.values():
+        row = next(line for line in page.splitlines() if line.startswith("|") and f"`{model.name}`" in line)
+        assert f"{model.parameters:,}" in row and model.licence in row
+    for architecture in TINY_ARCHITECTURES:
+        name = re.sub(r"[^a-z0-9]", "", architecture.removesuffix("_text"))
+        assert name in re.sub(r"[^a-z0-9]", "", page.lower()), architecture
