@@ -21,7 +21,7 @@ from .tasks import InnerTask
 class TrainerConformance(ConformanceRounds):
     """Tests of an `InnerTrainer`, to be inherited by a test class: ``class TestMine(TrainerConformance): ...``.
 
-    Rounds of ``steps`` steps are trained, about forty in all, so bring a task on which they are short. What to set is
+    About sixty rounds are begun, most of them for one step, so bring a task on which they are short. What to set is
     told in `ConformanceRounds`: ``trainer``, ``task``, ``recipe``, ``steps``.
     """
 
