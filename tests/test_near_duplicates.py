@@ -77,3 +77,9 @@ def test_blocks_do_not_matter() -> None:
 def test_no_text_and_empty_texts() -> None:
     assert NearDuplicates().pairs() == []
     assert found(["", "", " "]) == {1: (0, 1.0), 2: (0, 1.0)}
+
+
+def test_texts_of_one_shingle_and_texts_that_differ_in_the_first_alone_are_not_equal() -> None:
+    near = NearDuplicates(threshold=1.0)
+    near.add(["abcde", "vwxyz", "a" + "bcdefghij" * 3, "z" + "bcdefghij" * 3])
+    assert near.pairs() == []

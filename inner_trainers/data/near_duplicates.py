@@ -140,7 +140,9 @@ def _wholes(forms: Sequence[str], hashes: Hashes, starts: Positions) -> Hashes:
     filled = np.flatnonzero(counts)
     if len(filled):
         # the place counts: texts with the same shingles in another order are not equal
-        place = (np.arange(len(hashes)) - np.repeat(starts[:-1], counts)).astype(np.uint64)
+        place = (np.arange(1, len(hashes) + 1) - np.repeat(starts[:-1], counts)).astype(
+            np.uint64
+        )  # from 1: mix(0) is 0
         totals[filled] = np.add.reduceat(hashes * mix(place), starts[filled])
     for i in np.flatnonzero(counts == 0).tolist():
         totals[i] = int.from_bytes(forms[i].encode("utf-8", "surrogatepass")[: SHINGLE + 2], "little")
