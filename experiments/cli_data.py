@@ -35,9 +35,7 @@ def inspect_data(
     force: Annotated[bool, typer.Option("--force", help="Replace a copy that is there already.")] = False,
     report: Annotated[Path | None, typer.Option(help="Write a page (HTML) with everything here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the histograms of lengths (PNG) here.")] = None,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Count the tokens of every row, however long it takes.")
-    ] = False,
+    exact: Annotated[bool, typer.Option("--exact", help="Count the tokens of every row.")] = False,
     sample_rows: Annotated[int, typer.Option(help="Rows whose tokens are counted otherwise.")] = 10_000,
     call_seconds: Annotated[float, typer.Option(help="Time limit of one call of the verifier.")] = 5.0,
     as_json: Json = False,

@@ -39,7 +39,7 @@ _TOLD: Mapping[str, tuple[str, str, str]] = {
     "replacement": (
         "warning",
         "hold the replacement character U+FFFD",
-        "Characters were lost in an earlier conversion and cannot be brought back; take the source again, or drop them.",
+        "Characters were lost in an earlier conversion, for good; take the source again, or drop the rows.",
     ),
     "mojibake": (
         "warning",

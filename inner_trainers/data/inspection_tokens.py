@@ -76,10 +76,13 @@ class RowCounter:
         self, folder: Path, name: str, kind: str, max_length: int, chat: Chat | None = None, turns: bool = False
     ) -> None:
         from transformers import GenerationConfig
+        from transformers.utils import logging
 
         from ..sampling import end_token_ids
         from ..trl.models import load_tokenizer
 
+        logging.set_verbosity_error()  # it warns of rows longer than the model's positions, which findings tell
+        logging.disable_progress_bar()
         self.kind, self.max_length = kind, max_length
         self.tokenizer = load_tokenizer(folder, "model")
         if self.tokenizer.eos_token_id is None:
@@ -150,7 +153,9 @@ class RowCounter:
             from ..trl.data import common_prefix_length
 
             chosen, rejected = row["chosen"], row["rejected"]
-            if not (isinstance(chosen, str) and isinstance(rejected, str)):
+            if not (isinstance(chosen, str) and isinstance(rejected, str)) or not (chosen and rejected):
+                return None
+            if chosen == rejected:
                 return None
             if self._ascii_alone:  # a normaliser may make equal what differs
                 return str(row["prompt"]) + min(chosen, rejected, key=len)
