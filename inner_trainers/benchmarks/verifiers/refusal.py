@@ -23,7 +23,7 @@ _REFUSALS = re.compile(
     r"discuss|answer|respond|participate|able|going to|comfortable|allowed|offer|recommend|explain how|teach)\b"
     r"|\bi'm not (?:\w+ )?(?:able|going|comfortable|allowed)\b"
     r"|\bi(?:'m| am) unable to\b"
-    r"|\bi (?:have|need|must) to? ?(?:decline|refuse)\b"
+    r"|\bi (?:have to|need to|must) (?:decline|refuse)\b"
     r"|\bi (?:decline|refuse) to\b"
     r"|\b(?:unable|not able) to (?:help|assist|provide|comply|fulfil|fulfill)\b"
     r"|\b(?:against|violates?) (?:my|our|the) (?:\w+ ){0,2}"
