@@ -220,6 +220,8 @@ def test_overlap_names_row_line_item_and_the_shared_words(tmp_path: Path) -> Non
         "which of the three sisters walked along the old harbour wall that night",
         "how many lamps were lit when the last ferry came in from the islands",
         "why did nobody ever ask the miller where his second donkey had gone to",
+        "what did the clockmaker find inside the oldest tower clock of the town",
+        "where had the two travellers from the north hidden their silver coins",
     )
     items = [head + text for text in own]
     rows = [
