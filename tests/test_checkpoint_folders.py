@@ -352,6 +352,26 @@ def test_settings_without_padding_take_the_end_token(folder: Path) -> None:
         assert equal(weights, others)
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo", "ppo", "distill"])
+def test_how_a_model_says_to_sample_changes_no_rollout(algorithm: str, folder: Path) -> None:
+    """Its log-probabilities and evaluations are of the plain softmax; the library would follow some of these."""
+    recipe = Recipe(algorithm, {"good": 1.0}, steps=2, batch_size=16, learning_rate=1e-2, num_generations=4)
+    plain = shutil.copytree(folder, folder.parent / "plain")
+    settings = folder / "generation_config.json"
+    said = {"no_repeat_ngram_size": 1, "suppress_tokens": [4, 5, 6], "min_new_tokens": 3, "top_k": 2}
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), **said, "eos_token_id": [1, 7]}))
+    ends = plain / "generation_config.json"
+    ends.write_text(json.dumps({**json.loads(ends.read_text()), "eos_token_id": [1, 7]}))
+    found = []
+    for each in (folder, plain):
+        report, checkpoint = run(TrlTrainer(), EveryKind(each, each, graded), recipe)
+        assert report.failure is None, report.failure
+        assert checkpoint is not None
+        found.append((checkpoint.weights, report.training_cost.generated_tokens))
+    assert found[0][1] == found[1][1]
+    assert equal(found[0][0], found[1][0])
+
+
 # Tokenizers ----------------------------------------------------------------------------------------------------------
 
 

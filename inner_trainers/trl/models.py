@@ -20,7 +20,13 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import huggingface_hub.constants
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from ..checkpoint_folder import require_checkpoint
@@ -111,6 +117,11 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, role: str
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     unusable = _unusable_tokens(template, tokenizer, folder, role)
+    # what else a model says about sampling would change rollouts, not their log-probabilities nor evaluations
+    said = template.generation_config
+    template.generation_config = GenerationConfig(
+        bos_token_id=said.bos_token_id, eos_token_id=said.eos_token_id, pad_token_id=said.pad_token_id
+    )
     template.to(device).eval()
     _require_causal(template, folder, role)
     return LoadedModel(
