@@ -1,11 +1,9 @@
-"""Compares fixed settings, rules and a learned net on the sparse-reward control example, at equal environment steps.
+"""Compares fixed settings and rules on the sparse-reward control example, at equal environment steps.
 
 Writes `experiments/results/sparse_control.parquet` and the page `sparse_control.md`. Runs that are in the Parquet file
 already are not run again, so an interrupted run goes on where it was; `--again` begins anew.
 
     python -m posttrain_gym.experiments.make_sparse_control
-
-More arms take more time: `--arms small` adds the library's own minibatches of 64, `--arms net` a learned controller.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import argparse
 import importlib.metadata
 import json
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,9 +25,6 @@ from .make_letters_rounds import RESULTS, read_parquet_rows
 NAME = "sparse_control"
 ASKED = {"algorithm": "ppo", "mix": {"starts": 1.0}, "start": "base"}
 RULES = Path(__file__).resolve().parent / "examples" / "sparse_control_rules.yaml"
-MORE = ("small", "net")
-"""Arms that are run when they are asked for."""
-NET = RESULTS / "sparse_control_net.safetensors"
 
 
 @dataclass(frozen=True)
@@ -44,18 +38,14 @@ class Args:
         tuning_seeds: seeds on which the best fixed setting is chosen; disjoint from the test seeds.
         entropies: entropy coefficients of the grid.
         gammas: discounts of the grid.
-        net_seeds: seeds of the rounds that the net is learned from; disjoint from the test seeds.
-        net_decisions: decisions of its policy-gradient fine-tuning.
     """
 
     problem: str = "hopper"
     steps: int = 28
-    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    seeds: tuple[int, ...] = tuple(range(10))
     tuning_seeds: tuple[int, ...] = (100, 101, 102)
     entropies: tuple[float, ...] = (0.0, 0.02)
     gammas: tuple[float, ...] = (0.99, 0.998)
-    net_seeds: tuple[int, ...] = (110, 111, 112, 113, 114, 115)
-    net_decisions: int = 240
 
 
 def run(args: Args, phase: str, arm: str, seed: int, settings: Mapping[str, Any], controller: str) -> dict[str, Any]:
@@ -146,65 +136,20 @@ def best_of_grid(rows: Sequence[Mapping[str, Any]], args: Args) -> str:
     return max(means, key=lambda name: means[name])
 
 
-def learn_net(args: Args, net: Path) -> None:
-    """Clone the rules from their logs on training seeds, and fine-tune the net on rewards of other training rounds."""
-    import gymnasium as gym
-
-    from ..envs import registration  # noqa: F401  # registers the ids
-    from ..inner_trainers.recipe import Recipe
-    from ..meta_policies.controllers.catalogue import make_controller
-    from ..meta_policies.controllers.decision_log import DecisionLog
-    from ..meta_policies.controllers.drive import drive_round
-    from ..meta_policies.controllers.fine_tuning import FineTuningSettings
-    from ..meta_policies.controllers.net_training import train_net
-    from .examples.sparse_control import SparseControlFamily
-
-    family = SparseControlFamily(args.problem)
-    recipe = Recipe.from_dict(
-        {**family.instance(args.net_seeds[0]).recipe_defaults(), "start": "base", "steps": args.steps}
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        with DecisionLog(Path(folder)) as log:
-            for seed in args.net_seeds:
-                task = family.instance(seed)
-                trainer = task.trainer()
-                session = trainer.begin(task, recipe, trainer.base(task), seed)
-                drive_round(session, recipe, make_controller(f"rules:{RULES}"), log=log)
-                log.end(session.result()[0])
-
-        def environment() -> gym.Env[Any, Any]:
-            return gym.make("PostTrain/InLoop-v0", task=family, recipe=recipe, interval=1, budget=1e12)
-
-        train_net(
-            [folder],
-            net,
-            seed=0,
-            envs=[environment],
-            decisions=args.net_decisions,
-            fine_tuning=FineTuningSettings(objective="benchmark", rollout=2 * args.steps, horizon=args.steps),
-        )
-
-
-def plan(args: Args, chosen: str | None, more: Sequence[str] = ()) -> list[tuple[str, str, int, dict[str, Any], str]]:
+def plan(args: Args, chosen: str | None) -> list[tuple[str, str, int, dict[str, Any], str]]:
     """Return (phase, arm, seed, recipe fields, controller) of every run.
 
     Args:
         args: of the comparison.
-        chosen: the fixed setting that the tuning seeds chose; None while they have not, which leaves out what rests on
-            it.
-        more: arms that are asked for beside the others, of `MORE`.
+        chosen: the fixed setting that the tuning seeds chose; None while they have not, which leaves its arm out.
     """
     none: dict[str, Any] = {}
-    runs = [("test", "default", seed, none, "none") for seed in args.seeds]
-    runs += [("test", "rules", seed, none, f"rules:{RULES}") for seed in args.seeds]
-    runs += [("tuning", name, seed, of, "none") for name, of in grid(args).items() for seed in args.tuning_seeds]
+    runs = [("tuning", name, seed, of, "none") for name, of in grid(args).items() for seed in args.tuning_seeds]
+    arms: dict[str, tuple[dict[str, Any], str]] = {"default": (none, "none"), "rules": (none, f"rules:{RULES}")}
     if chosen is not None:
-        runs += [("test", "best fixed", seed, grid(args)[chosen], "none") for seed in args.seeds]
-        if "net" in more:
-            runs += [("test", "net", seed, none, f"net:{NET}") for seed in args.seeds]
-        if "small" in more:
-            runs += [("test", "default, minibatches of 64", seed, {"batch_size": 64}, "none") for seed in args.seeds]
-    return runs
+        arms["best fixed"] = grid(args)[chosen], "none"
+    arms["default, minibatches of 64"] = {"batch_size": 64}, "none"
+    return [*runs, *(("test", arm, seed, *of) for arm, of in arms.items() for seed in args.seeds)]
 
 
 def read_results() -> list[dict[str, Any]]:
@@ -225,9 +170,7 @@ def main() -> None:
     """Run what is missing and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--again", action="store_true", help="forget the runs that were done")
-    parser.add_argument("--arms", nargs="*", choices=MORE, default=[], help="arms beside default, best fixed and rules")
-    given = parser.parse_args()
-    again = given.again
+    again = parser.parse_args().again
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
 
@@ -238,8 +181,8 @@ def main() -> None:
     kept = [] if again or not (RESULTS / f"{NAME}.parquet").exists() else read_results()
     rows = {(row["phase"], row["arm"], row["seed"]): row for row in kept}
     chosen: str | None = None
-    for _ in range(2):  # first what rests on nothing, then what rests on the tuning
-        for phase, arm, seed, settings, controller in plan(args, chosen, given.arms):
+    for _ in range(2):  # first what rests on nothing, then what rests on the tuning too
+        for phase, arm, seed, settings, controller in plan(args, chosen):
             done = rows.get((phase, arm, seed))
             if done is None or done["controller"] != controller_digest(controller):
                 rows[phase, arm, seed] = row = run(args, phase, arm, seed, settings, controller)
@@ -250,8 +193,6 @@ def main() -> None:
                     flush=True,
                 )
         chosen = best_of_grid(list(rows.values()), args)
-        if "net" in given.arms and not NET.exists():
-            learn_net(args, NET)
     page = describe(list(rows.values()), chosen or "", args)
     write_atomically(RESULTS / f"{NAME}.md", page.encode())
     print(page)

@@ -124,7 +124,7 @@ def test_no_start_is_in_two_splits() -> None:
     family = SparseControlFamily()
     assert not set(family.train_seeds) & set(family.test_seeds)
     assert set(make.Args().seeds) <= set(family.test_seeds)
-    assert set(make.Args().tuning_seeds) | set(make.Args().net_seeds) <= set(family.train_seeds)
+    assert set(make.Args().tuning_seeds) <= set(family.train_seeds)
 
 
 def test_scores_are_marks() -> None:
