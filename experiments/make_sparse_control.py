@@ -141,14 +141,18 @@ def plan(args: Args, chosen: str | None) -> list[tuple[str, str, int, dict[str, 
 
     Args:
         args: of the comparison.
-        chosen: the fixed setting that the tuning seeds chose; None while they have not, which leaves its arm out.
+        chosen: the fixed setting that the tuning seeds chose; None while they have not, for no more than those runs.
     """
     none: dict[str, Any] = {}
     runs = [("tuning", name, seed, of, "none") for name, of in grid(args).items() for seed in args.tuning_seeds]
-    arms: dict[str, tuple[dict[str, Any], str]] = {"default": (none, "none"), "rules": (none, f"rules:{RULES}")}
-    if chosen is not None:
-        arms["best fixed"] = grid(args)[chosen], "none"
-    arms["default, minibatches of 64"] = {"batch_size": 64}, "none"
+    if chosen is None:
+        return runs
+    arms: dict[str, tuple[dict[str, Any], str]] = {
+        "default": (none, "none"),
+        "rules": (none, f"rules:{RULES}"),
+        "best fixed": (grid(args)[chosen], "none"),
+        "default, minibatches of 64": ({"batch_size": 64}, "none"),
+    }
     return [*runs, *(("test", arm, seed, *of) for arm, of in arms.items() for seed in args.seeds)]
 
 
@@ -181,7 +185,7 @@ def main() -> None:
     kept = [] if again or not (RESULTS / f"{NAME}.parquet").exists() else read_results()
     rows = {(row["phase"], row["arm"], row["seed"]): row for row in kept}
     chosen: str | None = None
-    for _ in range(2):  # first what rests on nothing, then what rests on the tuning too
+    for _ in range(2):  # first the tuning, then what rests on it
         for phase, arm, seed, settings, controller in plan(args, chosen):
             done = rows.get((phase, arm, seed))
             if done is None or done["controller"] != controller_digest(controller):
