@@ -280,8 +280,8 @@ def _how(arms: Mapping[str, Sequence[Row]], rows: Sequence[Row]) -> list[str]:
     return [
         *lines,
         "",
-        "What the table does not show: other bodies, other marks, longer runs. The rules were written by hand and looked "
-        "at on two seeds that no test uses; unlike the fixed settings they were not searched for. No comparison is "
+        "What the table does not show: other bodies, other marks, longer runs. The rules were written by hand and "
+        "looked at on two seeds that no test uses; unlike the fixed settings they were not searched for. No comparison is "
         "corrected for their number.",
         "",
         "Command: `python -m posttrain_gym.experiments.make_sparse_control`, from the repository root. "
