@@ -28,7 +28,7 @@ class Doubling(InnerTask):
         wrong = [{"prompt": f">{w}<", "completion": w[:2]} for w in words]
         asks = [{"prompt": f">{w}<", "answer": w[-1] * 2} for w in words]
         checked = Source(
-            "right", {"demonstrations": right, "prompts": asks}, lambda row, text: float(text == row["answer"])
+            "right", {"demonstrations": right, "prompts": asks}, lambda row, text: float(text == row["answer"]), "1"
         )
         return [checked, Source("wrong", {"demonstrations": wrong})]
 
@@ -36,4 +36,4 @@ class Doubling(InnerTask):
         """Score unseen words by exact match."""
         items = [Item(f">{w}<", "doubling", {"answer": w[-1] * 2}) for w in WORDS[1::2]]
         score = lambda item, text: float(text == item.data["answer"])  # noqa: E731
-        return Benchmark({"doubling": 1.0}, validation=items[::4], test=items[1::4], score=score, max_new_tokens=6)
+        return Benchmark({"doubling": 1.0}, items[::4], items[1::4], score, max_new_tokens=6, scorer_version="1")
