@@ -73,7 +73,8 @@ def draw_questions(dataset: str, settings: Mapping[str, Any], split: str, size: 
         settings: its settings, such as ``{"max_terms": 2}``.
         split: ``train``, ``validation`` or ``test``.
         size: how many.
-        seed: decides which.
+        seed: decides which. The package makes question i of seed s from s + i, so draws with seeds that are close share
+            most of their questions; choose them some thousands apart for others.
 
     Raises:
         ValueError: an unknown data set or setting, too few different questions, or a data set whose own answers do not
