@@ -87,12 +87,9 @@ def inspect_data(
         for line in lines_of(found):
             say(line)
         if fix is not None:
-            counts = ", ".join(
-                f"{check} {count}" for check, count in result["fix"].items() if check not in ("path", "rows")
-            )
-            say(
-                f"fix: {result['fix']['rows']} rows in {fix}; changes: {counts or 'none'}; listed in {fix}.changes.jsonl"
-            )
+            done = {check: count for check, count in result["fix"].items() if check not in ("path", "rows")}
+            counts = ", ".join(f"{check} {count}" for check, count in done.items()) or "none"
+            say(f"fix: {result['fix']['rows']} rows in {fix}; changes: {counts}; listed in {fix}.changes.jsonl")
         for name, path in (("plot", plot), ("report", report)):
             if path is not None:
                 say(f"{name}: {path}")

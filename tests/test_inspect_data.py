@@ -164,7 +164,11 @@ def test_windows_files_load_and_are_noted(tmp_path: Path) -> None:
 
 
 def test_mixed_types_are_counted(tmp_path: Path) -> None:
-    rows = [{"prompt": "a", "answer": 7}, {"prompt": "b", "answer": "007"}, {"prompt": "c", "answer": "7.50"}]
+    rows: list[dict[str, Any]] = [
+        {"prompt": "a", "answer": 7},
+        {"prompt": "b", "answer": "007"},
+        {"prompt": "c", "answer": "7.50"},
+    ]
     found = inspect(write(tmp_path / "a.jsonl", rows), algorithm="grpo")
     one = only(found, "types")
     assert one.problem.startswith("answer mixes int (1) and string (2)")
@@ -177,7 +181,7 @@ def test_null_content_is_named_and_both_forms_of_arguments_are_one_row(tmp_path:
         said = {"role": "assistant", "content": None, **({"tool_calls": calls} if calls else {})}
         return {"messages": [{"role": "user", "content": "hi"}, said]}
 
-    rows = [
+    rows: list[dict[str, Any]] = [
         row([{"name": "f", "arguments": {"city": "Graz"}}]),
         row([{"name": "g", "arguments": {"zone": "UTC"}}]),
         row([{"name": "f", "arguments": '{"city": "Graz"}'}]),
@@ -363,9 +367,9 @@ def test_what_cannot_be_read_is_one_paragraph(tmp_path: Path, kind: str) -> None
 
 
 def test_a_line_of_ten_megabytes_is_a_row(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [{"prompt": "q", "completion": "word " * 2_000_000}])
-    found = inspect(path, model=LETTERS, algorithm="sft", max_length=64)
-    assert found.files[0].lengths["whole"]["greatest"] == 10_000_002
+    path = write(tmp_path / "a.jsonl", [{"prompt": "q", "completion": "word " * 2_000_000}, *A01])
+    found = inspect(path)
+    assert (found.files[0].rows, found.files[0].lengths["completion"]["greatest"]) == (9, 10_000_000)
 
 
 def test_the_page_stands_alone_and_shows_what_the_terminal_shows(tmp_path: Path) -> None:
@@ -378,3 +382,22 @@ def test_the_page_stands_alone_and_shows_what_the_terminal_shows(tmp_path: Path)
     shown = list(lines_of(found))
     assert sum("█" in line for line in shown) == 2 + 1 + 2  # bars of prompts, completions and whole rows
     assert Recipe.max_length == 1024  # what a file without --max-length is held to
+
+
+def test_raw_text_that_holds_an_item_is_told_as_tasks_leave_it_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"text": "abc >s:ba< ab"}, {"text": "abc"}])
+    one = only(inspect(path, benchmark=[("test item 1", ">s:ba<")]), "overlap")
+    assert one.rows == (1,)
+    assert "row 1 and test item 1: '>s:ba<'" in one.problem
+
+
+def test_a_tasks_benchmark_and_a_file_of_items_are_compared_with(tmp_path: Path) -> None:
+    items = write(tmp_path / "items.jsonl", [{"question": "one?"}, {"question": "two?"}])
+    path = write(tmp_path / "a.jsonl", [{"question": "TWO", "answer": "2"}, {"question": "three?", "answer": "3"}])
+    columns = ("--column", "prompt=question", "--column", "completion=answer")
+    code, out = run(str(path), "--benchmark", str(items), *columns, "--json")
+    (finding,) = [one for one in json.loads(out)["files"][0]["findings"] if one["check"] == "overlap"]
+    assert (code, finding["rows"]) == (1, [1])
+    assert f"row 1 and {items}, line 2: 'TWO'" in finding["problem"]
+    assert run(str(path), "--task", "letters", *columns)[0] == 0
+    assert run(str(path), "--task", "lettres", *columns)[0] == 2

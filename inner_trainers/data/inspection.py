@@ -28,7 +28,7 @@ from .inspection_rewards import Judge, read_judge, try_judge
 from .inspection_rows import MalformedRows, ReadRow, RowChecks
 from .inspection_texts import languages_of, scripts_of
 from .near_duplicates import NearDuplicates
-from .overlap import BenchmarkOverlap
+from .overlap import BenchmarkOverlap, Overlap
 from .reading import DataFile, open_data
 
 SAMPLE_ROWS = 10_000
@@ -242,6 +242,7 @@ class _FilePass:
         self._near = NearDuplicates() if settings.near_duplicates else None
         self._overlap = BenchmarkOverlap([prompt for _, prompt in settings.benchmark]) if settings.benchmark else None
         self._lengths: LengthChecks | None = None
+        self._standing: list[Overlap] = []  # raw texts in which an item stands
 
     def run(self) -> tuple[FileInspection, RowChecks]:
         """Read the file and return what is known of it."""
@@ -259,7 +260,7 @@ class _FilePass:
         if block:
             self._flush(block)
         found = FileInspection(self._path, self._data.format, self._data.content_hash)
-        found.rows, found.malformed = checks.rows + bad.count, bad.count
+        found.rows, found.malformed = checks.rows + bad.total, bad.total
         found.columns = checks.columns
         found.distinct = len(np.unique(checks.digests))
         if checks.form is not None:
@@ -284,6 +285,13 @@ class _FilePass:
             self._near.add([row.text for row in block])
         if self._overlap is not None:
             self._overlap.add([(row.index, asked(row.row), row.text) for row in block])
+            if form.kind == "text":  # tasks leave out raw text in which an item stands, however short
+                for row in block:
+                    item = next(
+                        (i for i, (_, prompt) in enumerate(self._settings.benchmark) if prompt in row.text), None
+                    )
+                    if item is not None:
+                        self._standing.append(Overlap(row.index, item, "exact", self._settings.benchmark[item][1]))
 
     def _finish(self, found: FileInspection) -> None:
         rows, places = self._sample.rows(), self._checks.places
@@ -325,7 +333,7 @@ class _FilePass:
                         "writes none.",
                     )
                 )
-        if bad.count:
+        if bad.total:
             reasons = list(dict.fromkeys(error.problem for error in bad))[:3]
             told = " ".join(f"({number}) {reason}" for number, reason in enumerate(reasons, start=1))
             found.append(
@@ -333,7 +341,7 @@ class _FilePass:
                     "error",
                     "malformed",
                     self._path,
-                    f"{bad.count} of {self._checks.rows + bad.count} rows cannot be read",
+                    f"{bad.total} of {self._checks.rows + bad.total} rows cannot be read",
                     told if len(reasons) > 1 else reasons[0],
                 )
             )
@@ -389,11 +397,12 @@ class _FilePass:
 
     def _overlap_findings(self, overlap: BenchmarkOverlap) -> list[DataFinding]:
         found, places = [], self._checks.places
-        by_way: dict[str, list[Any]] = {}
-        for one in overlap.found():
+        by_way: dict[str, list[Overlap]] = {}
+        standing = {one.row for one in self._standing}
+        for one in [*self._standing, *(one for one in overlap.found() if one.row not in standing)]:
             by_way.setdefault(one.how, []).append(one)
         told = {
-            "exact": "ask an item of the benchmark word for word",
+            "exact": "ask or hold an item of the benchmark word for word",
             "normalised": "ask an item of the benchmark in another form",
             "words": "hold a run of words of an item of the benchmark",
         }

@@ -65,12 +65,15 @@ class MalformedRows(list[DataError]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
         self.places = Places()
+
+    @property
+    def total(self) -> int:
+        """Rows that cannot be read."""
+        return self.places.count
 
     def append(self, error: DataError) -> None:
         """Take in one more."""
-        self.count += 1
         self.places.add(error.row, error.line)
         if len(self) < self.kept:
             super().append(error)

@@ -150,8 +150,6 @@ class RowCounter:
     def _written(self, row: Mapping[str, Any]) -> str | None:
         """Return a text that is no shorter than what stands before the first token that is learned."""
         if self.kind == "preferences":
-            from ..trl.data import common_prefix_length
-
             chosen, rejected = row["chosen"], row["rejected"]
             if not (isinstance(chosen, str) and isinstance(rejected, str)) or not (chosen and rejected):
                 return None
@@ -159,7 +157,7 @@ class RowCounter:
                 return None
             if self._ascii_alone:  # a normaliser may make equal what differs
                 return str(row["prompt"]) + min(chosen, rejected, key=len)
-            return str(row["prompt"]) + chosen[: common_prefix_length(chosen, rejected)]
+            return str(row["prompt"]) + _common_beginning(chosen, rejected)
         if "messages" not in row:
             return str(row["prompt"])
         if any(turn.get("tool_calls") or turn["role"] == "tool" for turn in row["messages"]):
@@ -226,6 +224,11 @@ def _positions(folder: Path) -> int | None:
         return None
     found = next((config[key] for key in ("max_position_embeddings", "n_positions") if key in config), None)
     return found if isinstance(found, int) else None
+
+
+def _common_beginning(left: str, right: str) -> str:
+    shared = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+    return left[:shared]
 
 
 def _byte_bound(tokenizer: Any) -> tuple[bool, bool]:
