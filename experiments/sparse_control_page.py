@@ -281,8 +281,8 @@ def _how(arms: Mapping[str, Sequence[Row]], rows: Sequence[Row]) -> list[str]:
         *lines,
         "",
         "What the table does not show: other bodies, other marks, longer runs. The rules were written by hand and "
-        "looked at on two seeds that no test uses; unlike the fixed settings they were not searched for. No comparison is "
-        "corrected for their number.",
+        "looked at on two seeds that no test uses; unlike the fixed settings they were not searched for. No comparison "
+        "is corrected for their number.",
         "",
         "Command: `python -m posttrain_gym.experiments.make_sparse_control`, from the repository root. "
         f"{len(rows)} runs, {minutes:.0f} minutes of wall time on a shared CPU, one thread. Versions: "
