@@ -55,6 +55,22 @@ def test_help_version_and_lists() -> None:
     assert drawn["benchmark"]["validation"] == 128
 
 
+def test_the_other_command_has_its_own_help(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n')
+    command = [sys.executable, "-c", "from posttrain_gym.experiments.agent_cli import main; main()"]
+    shown = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=120, check=True).stdout
+    assert "inspect-data" in shown
+    done = subprocess.run(
+        [*command, "inspect-data", "a.jsonl"], capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
+    assert (done.returncode, "prompt-completion" in done.stdout) == (0, True), done.stderr
+    gone = subprocess.run(
+        [*command, "inspect-data", "b.jsonl"], capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
+    assert gone.returncode == 2
+    assert "there is no such file. Did you mean 'a.jsonl'?" in " ".join(gone.stderr.split())
+
+
 def test_train_then_evaluate_then_compare(tmp_path: Path) -> None:
     shown = ok("train", *SMALL, "--out", "run", "--rounds", "16", cwd=tmp_path)
     assert "16/16" in shown

@@ -247,7 +247,10 @@ def test_no_tracked_file_names_a_machine() -> None:
 
 
 def test_the_console_script_is_the_module_command() -> None:
-    assert PYPROJECT["project"]["scripts"] == {"posttrain-gym": "posttrain_gym.experiments.cli:main"}
+    assert PYPROJECT["project"]["scripts"] == {
+        "posttrain-agent": "posttrain_gym.experiments.agent_cli:main",
+        "posttrain-gym": "posttrain_gym.experiments.cli:main",
+    }
     assert "from posttrain_gym.experiments.cli import main" in (ROOT / "posttrain_gym" / "__main__.py").read_text()
 
 

@@ -14,6 +14,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
+COMMANDS = {
+    "posttrain-agent": [sys.executable, "-c", "from posttrain_gym.experiments.agent_cli import main; main()"],
+    "posttrain-gym": [sys.executable, "-m", "posttrain_gym"],
+}
+
+
 def blocks(language: str) -> list[tuple[str, str]]:
     found = []
     for page in PAGES:
@@ -59,7 +65,7 @@ def test_command_blocks_run_at_toy_size(tmp_path: Path) -> None:
     ran = set()
     seen: set[str] = set()
     for line in commands():
-        if not line.startswith("posttrain-gym "):
+        if not line.startswith(("posttrain-gym ", "posttrain-agent ")):
             assert line.startswith(("make ", ".venv/bin/", "python -m ", "tensorboard ")), f"untested command: {line}"
             continue
         words = shlex.split(line)
@@ -77,7 +83,7 @@ def test_command_blocks_run_at_toy_size(tmp_path: Path) -> None:
             continue
         seen.add(key)
         done = subprocess.run(
-            [sys.executable, "-m", "posttrain_gym", *words[1:]],
+            [*COMMANDS[words[0]], *words[1:]],
             capture_output=True,
             text=True,
             cwd=tmp_path,
