@@ -401,3 +401,41 @@ def test_a_tasks_benchmark_and_a_file_of_items_are_compared_with(tmp_path: Path)
     assert f"row 1 and {items}, line 2: 'TWO'" in finding["problem"]
     assert run(str(path), "--task", "letters", *columns)[0] == 0
     assert run(str(path), "--task", "lettres", *columns)[0] == 2
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("side", ["completion", "chosen"])
+def test_turns_among_texts_are_named(tmp_path: Path, first: int, side: str) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "q", side: "a"},
+        {"prompt": "q", side: [{"role": "assistant", "content": "b"}]},
+    ]
+    whole = [{**row, **({"rejected": "c"} if side == "chosen" else {})} for row in (rows[first], rows[1 - first])]
+    found = inspect(write(tmp_path / "a.jsonl", whole), model=LETTERS)
+    assert only(found, "form").rows == (2,)
+    assert "write all of them in one way" in only(found, "form").problem
+
+
+def test_rows_that_are_nothing_are_told_and_never_raise(tmp_path: Path) -> None:
+    odd = [
+        '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}',
+        '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": "zz"}]}',
+        '{"messages": "text"}',
+        '{"messages": [5]}',
+        '{"messages": []}',
+        '{"messages": null}',
+        '{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "y"}]}',
+        "{}",
+        "7",
+        "null",
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(odd) + "\n")
+    found = inspect(path, model=LETTERS, algorithm="sft", verifier="exact")
+    told = {
+        row for finding in found.findings if finding.check in ("form", "malformed", "template") for row in finding.rows
+    }
+    lines = {line for finding in found.findings if finding.check == "malformed" for line in finding.lines}
+    assert told == {2, 3, 4, 5, 6, 7, 8}
+    assert lines == {9, 10}
+    assert found.files[0].rows == 10

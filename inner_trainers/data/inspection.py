@@ -237,7 +237,7 @@ class _FilePass:
     ) -> None:
         self._data, self._settings, self._folder, self._judge = data, settings, folder, judge
         self._path, self._progress = str(data.path), progress
-        self._checks = RowChecks(self._path, settings.kind, settings.columns)
+        self._checks = RowChecks(self._path, settings.kind, settings.columns, mixed=settings.chat is not None)
         self._sample = Sample(settings.sample_rows, settings.seed)
         self._near = NearDuplicates() if settings.near_duplicates else None
         self._overlap = BenchmarkOverlap([prompt for _, prompt in settings.benchmark]) if settings.benchmark else None

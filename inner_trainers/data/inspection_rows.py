@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..tasks.rows import canonical
+from ..tasks.rows import canonical, has_turns
 from .errors import DataError
 from .formats import Format, detect_format, renamed
 from .inspection_findings import DataFinding, Places, RowPlaces
@@ -86,6 +86,7 @@ class RowChecks:
         path: names the file in findings.
         kind: the kind of rows that is wanted; None for what the columns of the first row say.
         columns: new name -> name in the file.
+        mixed: whether some rows may hold turns and others text, as those of a task may that says how turns are written.
 
     Attributes:
         form: the form of the rows; None before the first.
@@ -93,8 +94,9 @@ class RowChecks:
         rows: rows that could be read, of whatever form.
     """
 
-    def __init__(self, path: str, kind: str | None, columns: Mapping[str, str] | None) -> None:
-        self.path, self._kind, self._columns = path, kind, columns
+    def __init__(self, path: str, kind: str | None, columns: Mapping[str, str] | None, mixed: bool = False) -> None:
+        self.path, self._kind, self._columns, self._mixed = path, kind, columns, mixed
+        self._turns: bool | None = None  # whether the first row holds turns
         self.form: Format | None = None
         self.form_error = ""
         self.places = RowPlaces()
@@ -128,7 +130,7 @@ class RowChecks:
             value, done = mended_row(value)
             for check in done:
                 self._mended.setdefault(check, Places()).add(number, line)
-        converted = self._converted(value, number, line)
+        converted = self._converted(value, number, line, halves=not text.isascii() and not _is_unicode(text))
         if converted is None:
             return None
         value, row = converted
@@ -263,7 +265,7 @@ class RowChecks:
         return np.flatnonzero(several[back])
 
     def _converted(
-        self, value: dict[str, Any], number: int, line: int | None
+        self, value: dict[str, Any], number: int, line: int | None, halves: bool
     ) -> tuple[dict[str, Any], Mapping[str, Any]] | None:
         """Return the row with its columns renamed, and as tasks train on it; None when it has not the form."""
         place = f"row {number}"
@@ -282,7 +284,16 @@ class RowChecks:
                 raise ValueError(
                     f"{place}: the first row has the form {self.form.name}, this one no {' and no '.join(missing)}"
                 )
-            return row, self.form.convert(row, place) if self.form.kind else row
+            converted = self.form.convert(row, place) if self.form.kind else row
+            if halves and not _is_unicode("\n".join(texts_in(dict(converted)))):
+                raise ValueError(f"{place}: a text holds a lone surrogate, which is no text; decode it anew")
+            turns = has_turns(self.form.kind, converted)
+            if self._turns is None:
+                self._turns = turns
+            if turns != self._turns and not self._mixed:
+                first, this = ("turns", "text") if self._turns else ("text", "turns")
+                raise ValueError(f"{place}: the first row holds {first}, this one {this}; write all of them in one way")
+            return row, converted
         except ValueError as error:
             reason = str(error).removeprefix(place).lstrip(":, ").rstrip(".")
             key = _VALUES.sub("", reason)[:200]
@@ -356,7 +367,9 @@ class RowChecks:
                     "types",
                     self.path,
                     f"{column} mixes {counts}; the first of each",
-                    'Write all of them as text ("7", "007" and "7.50" stay apart) or all as numbers.',
+                    "Write all of them in one way."
+                    if real.keys() & {"list", "object"}
+                    else 'Write all of them as text ("7", "007" and "7.50" stay apart) or all as numbers.',
                 )
             )
         return found
@@ -372,6 +385,14 @@ def _said(value: Any) -> bool:
         return bool(value) and not value.isspace()
     if isinstance(value, list) and value and isinstance(value[-1], Mapping):
         return bool(value[-1].get("tool_calls")) or bool((value[-1].get("content") or "").strip())
+    return True
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
     return True
 
 
