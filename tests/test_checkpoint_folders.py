@@ -18,6 +18,8 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertLMHeadModel,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     LlamaConfig,
     LlamaModel,
     T5Config,
@@ -27,7 +29,7 @@ from transformers import (
 from posttrain_gym.inner_trainers.checkpoint_folder import require_checkpoint
 from posttrain_gym.inner_trainers.evaluation import Evaluator
 from posttrain_gym.inner_trainers.recipe import Recipe
-from posttrain_gym.inner_trainers.testing import TinyTask, write_tiny_checkpoint
+from posttrain_gym.inner_trainers.testing import TINY_ARCHITECTURES, TinyTask, write_tiny_checkpoint
 from posttrain_gym.inner_trainers.trl.models import load_model
 from posttrain_gym.inner_trainers.trl.trainer import TrlTrainer
 from tests.trl_fixtures import no_worker_left  # noqa: F401
@@ -366,3 +368,24 @@ def test_how_a_model_says_to_sample_changes_no_rollout(algorithm: str, folder: P
         found.append((checkpoint.weights, report.training_cost.generated_tokens))
     assert found[0][1] == found[1][1]
     assert equal(found[0][0], found[1][0])
+
+
+def test_a_model_with_images_is_trained_on_text_and_its_image_part_stays(folder: Path) -> None:
+    text = {**TINY_ARCHITECTURES["gemma3_text"], "vocab_size": 23, "pad_token_id": 0, "eos_token_id": 1}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14}, mm_tokens_per_image=4
+    )
+    Gemma3ForConditionalGeneration(config).save_pretrained(folder)
+    trainer = TrlTrainer()
+    for changes in ({"algorithm": "sft"}, {"algorithm": "sft", "lora_rank": 2}, {"algorithm": "grpo"}):
+        recipe = sft(num_generations=4, **changes)
+        task = TinyTask(folder, verifier=graded)
+        report, checkpoint = run(trainer, task, recipe)
+        assert report.failure is None, report.failure
+        assert checkpoint is not None
+        before = trainer.base(task).weights
+        changed = {name for name, value in checkpoint.weights.items() if not torch.equal(value, before[name])}
+        assert changed
+        assert not [name for name in changed if "vision" in name or "projector" in name]
+        assert len([name for name in before if "vision" in name]) > 10

@@ -277,7 +277,7 @@ class TrlTrainer:
             first_bound=bound,
             step_bound=later_bound,
             limit=limit,
-            watch=FaultWatch(resident.model.template.config.vocab_size, spec.on_policy, self.fault_policy),
+            watch=FaultWatch(resident.model.template.config.get_text_config().vocab_size, spec.on_policy, self.fault_policy),
             torch_threads=self._torch_threads,
             device=device,
             spec=spec,
