@@ -11,6 +11,7 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from ..inner_trainers.data.inspection import FileInspection, Inspection
 from ..inner_trainers.data.inspection_findings import SEVERITIES
@@ -119,6 +120,7 @@ def _figure(files: Sequence[FileInspection]) -> Figure:
                 continue
             edges = told["edges"]
             axis.bar(edges[:-1], told["counts"], width=edges[1] - edges[0], align="edge", color=colour)
+            axis.yaxis.set_major_locator(MaxNLocator(integer=True))
             axis.set_xlabel(f"{name}, {file.lengths['unit']}")
             axis.set_ylabel("rows of the sample" if file.lengths["sample"] else "rows")
         row[0].set_title(Path(file.path).name, loc="left", fontsize=9)
