@@ -218,19 +218,19 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
         "# Multi-task forecasting: fixed weights, rules, a learned controller",
         "",
         "One network forecasts the level, the direction and the volatility of a generated market series with regime",
-        "changes (`experiments/examples/forecasting.py`); the mix of the recipe is the weights of the three losses. Figures",
-        "are of test windows, later in time than all others.",
+        "changes (`experiments/examples/forecasting.py`); the mix of the recipe is the weights of the three losses.",
+        "Figures are of test windows, later in time than all others.",
         "",
         "    python -m posttrain_gym.experiments.make_forecasting",
         "",
         f"Series {series[0]} to {series[-1]} (one each, with round seeds 0 to {len(series) - 1}), {STEPS} steps of 128",
         "windows in every method. Rules: `forecasting_rules.yaml`, asked once an epoch. Learned: MaskablePPO,",
-        f"{DECISIONS} decisions on 64 other series, asked once an epoch. Versions: {versions()}. An epoch crashed when its",
-        f"mean loss is above {CRASH:g} times the lowest epoch before. MAE is in spreads (standard deviations) of the window's",
-        "log prices.",
+        f"{DECISIONS} decisions on 64 other series, asked once an epoch. Versions: {versions()}. An epoch crashed",
+        f"when its mean loss is above {CRASH:g} times the lowest epoch before. MAE is in spreads (standard",
+        "deviations) of the window's log prices.",
         "",
-        "Mean ± standard error over series; in brackets the difference to equal fixed weights, paired by series, with its",
-        "95 % interval (t distribution).",
+        "Mean ± standard error over series; in brackets the difference to equal fixed weights, paired by series, with",
+        "its 95 % interval (t distribution).",
     ]
     for setting in RATES:
         mine = [row for row in rows if row["setting"] == setting]
@@ -262,8 +262,8 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
         )
         lines += [
             "",
-            f"Without any training: persistence has MAE {persistence:.3f}, and always the commoner direction is right in "
-            f"{majority:.3f}. The mean smallest cosine between two tasks' gradients is {cosine:+.3f}.",
+            f"Without any training: persistence has MAE {persistence:.3f}, and always the commoner direction is right "
+            f"in {majority:.3f}. The mean smallest cosine between two tasks' gradients is {cosine:+.3f}.",
             "",
             *verdicts(by, methods, series),
         ]
