@@ -47,7 +47,7 @@ class TalkTask(ChatTask):
 
 def talk(folder: Path, chat: Chat | None, follow_ups: Sequence[str] = FOLLOW_UPS, **more: Any) -> TalkTask:
     task = TalkTask(folder, chat=chat)
-    task._chat = chat
+    vars(task)["_chat"] = chat  # None too, which stands for the default
     plain = ChatTask.benchmark(task)
     task.made = replace(
         plain,
