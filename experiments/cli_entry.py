@@ -34,7 +34,7 @@ def run_app(app: typer.Typer, when_interrupted: str) -> None:
     signal.signal(signal.SIGTERM, _interrupt)  # a polite end is an interrupt: finished rounds are kept
     try:
         app()
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError, ImportError) as error:  # ImportError: an extra is missing
         if os.environ.get(DEBUG):
             raise
         errors.print(f"[bold red]error[/]: {plain(str(error))}", soft_wrap=True)
