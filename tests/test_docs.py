@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 from posttrain_gym import wrappers
@@ -20,6 +21,11 @@ from posttrain_gym.experiments.doc_tables import (
 from posttrain_gym.inner_trainers.adjustments import KINDS
 from posttrain_gym.inner_trainers.base import CAUSES
 from posttrain_gym.inner_trainers.base_models import BUILT_IN_MODELS
+from posttrain_gym.inner_trainers.benchmarks.verifiers import VERIFIERS, verifier_class
+from posttrain_gym.inner_trainers.benchmarks.verifiers.extraction import PLAIN_WAYS, Extraction
+from posttrain_gym.inner_trainers.benchmarks.verifiers.instructions import KINDS as KINDS_OF_INSTRUCTIONS
+from posttrain_gym.inner_trainers.benchmarks.verifiers.refusal import LOOKED_AT
+from posttrain_gym.inner_trainers.data.overlap import LONGEST_RUN, SHORTEST_RUN
 from posttrain_gym.inner_trainers.fault_kinds import FAULTS
 from posttrain_gym.inner_trainers.signals import SIGNALS
 from posttrain_gym.inner_trainers.tiny_models import TINY_ARCHITECTURES
@@ -92,6 +98,25 @@ def test_the_page_of_meta_policies_names_every_algorithm_and_its_file_is_read(tm
     path.write_text(text)
     found = load_hyperparameters(path, "ppo")
     assert (found.n_timesteps, found.arguments["learning_rate"]) == (500, "lin_3e-4")
+
+
+def test_the_page_of_benchmarks_names_every_verifier_and_setting_as_they_are() -> None:
+    page = (DOCS / "benchmarks.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", page, re.M))
+    assert set(rows) == set(VERIFIERS)
+    for name, row in rows.items():
+        settings = {field.name for field in fields(verifier_class(name))}
+        columns, scores = row.split(" | ")
+        assert set(re.findall(r"`(\w+)`", scores)) <= settings
+        assert columns
+    (paragraph,) = re.findall(r"^\*\*Extraction\.\*\*.*?\n\n", page, re.M | re.S)
+    ways = re.findall(r"`(?:extract: )?([a-z_]+(?::\w+)?:?)`", paragraph.split("completion:")[1])
+    assert {way.split(":")[0] for way in ways} == {*PLAIN_WAYS, "after", "tag", "regex"}
+    for way in ways:
+        Extraction(way)
+    assert f"first {LOOKED_AT} characters" in page
+    assert f"The {len(KINDS_OF_INSTRUCTIONS)} kinds" in page
+    assert f"{LONGEST_RUN} words in a row with an item, or all words of an item of {SHORTEST_RUN} to" in page
 
 
 def test_the_page_of_wrappers_names_every_wrapper() -> None:

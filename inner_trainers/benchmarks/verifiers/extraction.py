@@ -35,8 +35,8 @@ class Extraction:
 
     def __init__(self, way: str) -> None:
         name, _, argument = way.partition(":")
-        if name in _PLAIN and not argument:
-            self._find = _PLAIN[name]
+        if name in PLAIN_WAYS and not argument:
+            self._find = PLAIN_WAYS[name]
         elif name == "after" and argument:
             self._find = lambda text: _after(text, argument)
         elif name == "tag" and re.fullmatch(r"[\w-]+", argument):
@@ -45,7 +45,7 @@ class Extraction:
             pattern = compiled(argument, "extract")
             self._find = lambda text: _last_match(text, pattern)
         else:
-            known = [*_PLAIN, "after:TEXT", "tag:NAME", "regex:PATTERN"]
+            known = [*PLAIN_WAYS, "after:TEXT", "tag:NAME", "regex:PATTERN"]
             raise ValueError(f"extract: unknown way {way!r}.{did_you_mean(name, known)}")
         self.way = way
 
@@ -126,7 +126,7 @@ def _last_match(text: str, pattern: regex.Pattern[str]) -> str | None:
     return group
 
 
-_PLAIN: Mapping[str, Callable[[str], str | None]] = MappingProxyType(
+PLAIN_WAYS: Mapping[str, Callable[[str], str | None]] = MappingProxyType(
     {
         "whole": lambda text: text.strip(),
         "last_line": _last_line,
@@ -134,3 +134,4 @@ _PLAIN: Mapping[str, Callable[[str], str | None]] = MappingProxyType(
         "boxed": _boxed,
     }
 )
+"""Ways without an argument: name -> how the answer is found."""
