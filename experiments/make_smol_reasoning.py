@@ -191,10 +191,9 @@ def page(rows: Sequence[Mapping[str, Any]], task: SmolReasoning) -> str:
     lines += ["", "| recipe | seeds | mean gain on test ± standard error over seeds | range |", "|---|---|---|---|"]
     for name in dict.fromkeys(row["case"] for row in rows):
         gains = [row["test_after"] - row["test_before"] for row in rows if row["case"] == name]
-        error = f"± {statistics.stdev(gains) / math.sqrt(len(gains)):.3f}" if len(gains) > 1 else "(one seed)"
-        lines.append(
-            f"| {name} | {len(gains)} | {statistics.mean(gains):+.3f} {error} | {min(gains):+.3f} to {max(gains):+.3f} |"
-        )
+        mean, count = statistics.mean(gains), len(gains)
+        error = f"± {statistics.stdev(gains) / math.sqrt(count):.3f}" if count > 1 else "(one seed)"
+        lines.append(f"| {name} | {count} | {mean:+.3f} {error} | {min(gains):+.3f} to {max(gains):+.3f} |")
     lines += [
         "",
         "By dimension on test, means over seeds: accuracy, and format rate in brackets. The last column is what a",

@@ -289,3 +289,19 @@ def test_the_command_runs_a_real_round(tmp_path: Path, monkeypatch: pytest.Monke
     report = json.loads(done.output[done.output.index("{") :])
     assert report["recipe"]["lora_rank"] == 8
     assert report["steps"] == 2
+
+
+def test_the_committed_page_is_made_of_the_committed_table() -> None:
+    from posttrain_gym.experiments.make_smol_reasoning import CASES, read_rows
+
+    page = TABLE.with_suffix(".md").read_text()
+    rows = read_rows(TABLE)
+    assert {row["seed"] for row in rows if row["case"] == "sft, right answers"} == {0, 1, 2}
+    for row in rows:
+        assert row["case"] in CASES
+        assert (row["ended"], row["failure"]) == ("finished", "")
+        numbers = f"{row['test_before']:.3f} ± {row['test_before_error']:.3f} | {row['test_after']:.3f}"
+        assert f"| {row['case']} | {row['seed']} | {row['steps']} | {numbers} ± " in page
+    gains = [row["test_after"] - row["test_before"] for row in rows if row["case"] == "sft, right answers"]
+    errors = [(row["test_before_error"] ** 2 + row["test_after_error"] ** 2) ** 0.5 for row in rows]
+    assert min(gains) > 5 * max(errors)  # real, by the items of every single round
