@@ -285,6 +285,9 @@ def test_figures_are_exact() -> None:
     assert page.censored_median([30, 90, None, None]) is None
     assert page.mean_and_error([1.0, 2.0, 3.0]) == pytest.approx((2.0, 3**-0.5))
     assert page.paired([1.0, 3.0], [2.0, 4.0], page.difference) == (-1.0, -1.0, -1.0)
+    assert page.sign_flip([0.0, 0.0, 0.0], [1.0, 2.0, 3.0]) == 2 / 8  # all signs alike, either way
+    assert page.sign_flip([0.0, 0.0], [3.0, -1.0]) == 1.0  # sums of -2, 2, 4 and -4: none is smaller
+    assert page.sign_flip([1.0], [1.0]) == 1.0
     assert page.paired([31.0, 31.0], [100.0, 100.0], page.saved) == pytest.approx((0.69, 0.69, 0.69))
 
 
