@@ -60,6 +60,15 @@ def print_round(result: dict[str, Any]) -> None:
     for split, scores in result["scores"].items():
         before = f"{scores['before']:.3f} ± {scores['before_error']:.3f}"
         console.print(f"{split:<11}{before} -> {scores['after']:.3f} ± {scores['after_error']:.3f}")
+        for name, entry in scores["dimensions"].items() if len(scores["dimensions"]) > 1 else ():
+            low, high = entry["interval"]
+            console.print(
+                plain(
+                    f"  {name}: {entry['before']:.3f} -> {entry['mean']:.3f} [{low:.3f}, {high:.3f}], right form "
+                    f"{entry['format_rate']:.0%}"
+                ),
+                soft_wrap=True,
+            )
     if "control" in result:
         _print_control(result["control"])
     told = result["telemetry"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +17,9 @@ from ..meta_policies.controllers.catalogue import make_controller
 from .settings import require_folder
 
 if TYPE_CHECKING:
-    from ..inner_trainers.base import TrainingSession
+    from ..inner_trainers.base import Scorecard, TrainingSession
     from ..inner_trainers.recipe import Recipe
+    from ..inner_trainers.tasks.base import Item
     from ..meta_policies.controllers.base import Controller
     from ..meta_policies.controllers.decision_log import DecisionLog
 
@@ -112,7 +113,7 @@ def run_recipe(
             "before_error": before.standard_error,
             "after": after.score,
             "after_error": after.standard_error,
-            "dimensions": json.loads(json.dumps(after.to_dict()["dimensions"])),
+            "dimensions": _dimensions(before, after, drawn.built.benchmark.items(split)),
         }
     data = report.to_dict()
     return {
@@ -130,6 +131,18 @@ def run_recipe(
         "saved": None if save is None or checkpoint is None else str(save),
         **({} if controlled is None else {"control": {**controlled, "adjustments": data["adjustments"]}}),
     }
+
+
+def _dimensions(before: Scorecard, after: Scorecard, items: Sequence[Item]) -> dict[str, Any]:
+    """Return each dimension's scores after the round, its mean before, and the 95 % intervals of both means."""
+    data: dict[str, Any] = json.loads(json.dumps(after.to_dict()["dimensions"]))
+    for name, entry in data.items():
+        count = sum(item.dimension == name for item in items)
+        entry["items"] = count
+        entry["interval"] = list(after.dimensions[name].interval(count))
+        entry["before"] = before.dimensions[name].mean
+        entry["before_interval"] = list(before.dimensions[name].interval(count))
+    return data
 
 
 def _controller(control: Control) -> Controller:

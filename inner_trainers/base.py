@@ -166,6 +166,23 @@ class Failure:
     evidence: str
 
 
+def student_t(degrees: int) -> float:
+    """Return the 97.5 % quantile of Student's t distribution, to three digits.
+
+    Exact for one and two degrees of freedom; else the expansion of Abramowitz and Stegun (26.7.5) around the normal's.
+    """
+    if degrees == 1:
+        return 12.7062047
+    if degrees == 2:
+        return 4.3026527
+    z, n = 1.959963985, float(degrees)
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    fourth = (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160
+    return z + first / n + second / n**2 + third / n**3 + fourth / n**4
+
+
 @dataclass(frozen=True)
 class DimensionScore:
     """One benchmark dimension of a scorecard; every entry is in [0, 1].
@@ -183,6 +200,17 @@ class DimensionScore:
     pass_at_1: float
     pass_at_k: float
     format_rate: float
+
+    def interval(self, items: int) -> tuple[float, float]:
+        """Return the 95 % confidence interval of ``mean``, in [0, 1]: Student's t over items.
+
+        Args:
+            items: items of the dimension, which the standard error was taken over; one item tells nothing.
+        """
+        if items < 2:
+            return 0.0, 1.0
+        half = student_t(items - 1) * self.standard_error
+        return max(0.0, self.mean - half), min(1.0, self.mean + half)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from posttrain_gym.inner_trainers.base import Scorecard
+from posttrain_gym.inner_trainers.base import DimensionScore, Scorecard, student_t
 from posttrain_gym.inner_trainers.evaluation import (
     Evaluator,
     completion_flags,
@@ -445,3 +445,15 @@ def test_the_settings_of_an_evaluator_name_only_what_was_chosen_since() -> None:
     assert Evaluator(stratified=False).settings["stratified"] is False
     with pytest.raises(ValueError, match=r"evaluator\.stratified: expected true or false, got 'no'"):
         Evaluator(stratified="no")  # type: ignore[arg-type]
+
+
+def test_intervals_are_students_t_over_items() -> None:
+    from scipy import stats
+
+    for degrees in (1, 2, 3, 4, 7, 15, 31, 127, 10_000):
+        assert student_t(degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=2e-3)
+    entry = DimensionScore(0.5, 0.1, 0.5, 0.5, 1.0)
+    assert entry.interval(16) == pytest.approx((0.5 - 2.1314 * 0.1, 0.5 + 2.1314 * 0.1), abs=1e-4)
+    assert entry.interval(1) == (0.0, 1.0)
+    assert DimensionScore(0.95, 0.1, 0.5, 0.5, 1.0).interval(16)[1] == 1.0
+    assert DimensionScore(0.0, 0.0, 0.0, 0.0, 1.0).interval(9) == (0.0, 0.0)
