@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,10 +14,14 @@ import numpy as np
 from .base import DimensionScore, Scorecard
 from .faults import ScorerFault
 from .messages import require_integer, require_number, where_raised
+from .printed import Printed, prints_kept
+from .time_limit import TimeLimitError, call_with_time_limit
 
 if TYPE_CHECKING:
     from .chat import ChatFormat
     from .tasks.base import Benchmark, Item
+
+_LOG = logging.getLogger(__name__)
 
 QUICK_SAMPLES = 2
 """Completions per item of a quick evaluation."""
@@ -84,7 +90,15 @@ class Evaluator:
         return smaller_benchmark(benchmark, items, None if self.stratified else self.seeds[0])
 
     def evaluate(
-        self, model: Any, tokenizer: Any, benchmark: Benchmark, split: str, chat: ChatFormat | None = None
+        self,
+        model: Any,
+        tokenizer: Any,
+        benchmark: Benchmark,
+        split: str,
+        chat: ChatFormat | None = None,
+        *,
+        scoring_seconds: float | None = None,
+        grace_seconds: float = 5.0,
     ) -> tuple[Scorecard, int, int]:
         """Return the scorecard with the tokens sampled and the prompt tokens scored; moves no global generator.
 
@@ -94,6 +108,12 @@ class Evaluator:
             benchmark: what to score it on.
             split: ``"validation"`` or ``"test"``.
             chat: how prompts become turns; the scorer is given the assistant's last. None for text to continue.
+            scoring_seconds: longest that the scorer may take for all completions together; None for any.
+            grace_seconds: how long a scorer that was interrupted may take to end.
+
+        Raises:
+            ScorerFault: the scorer raised; names item and line.
+            TimeLimitError: the scorer took longer than ``scoring_seconds``; names the item and completion it was at.
         """
         from .sampling import sample_completions
 
@@ -122,7 +142,8 @@ class Evaluator:
                 texts.extend(new)
             for answers, more in zip(turns, drawn.turns or (), strict=drawn.turns is not None):
                 answers.extend(more)
-        return self._scorecard(benchmark, split, completions, turns, empty, clipped), generated, scored
+        limit = scoring_seconds, grace_seconds
+        return self._scorecard(benchmark, split, completions, turns, empty, clipped, limit), generated, scored
 
     def _scorecard(
         self,
@@ -132,28 +153,10 @@ class Evaluator:
         turns: Sequence[Sequence[Sequence[str]]],
         empty: int,
         clipped: int,
+        limit: tuple[float | None, float],
     ) -> Scorecard:
         items = benchmark.items(split)
-
-        def score(item: Item, text: str, answers: Sequence[str]) -> float:
-            if answers and benchmark.score_turns is not None and item.follow_ups:
-                given = _asked(benchmark.score_turns, "score_turns", item, answers)
-            else:
-                given = _asked(benchmark.score, "score", item, text)
-            return _checked_score(given, item.prompt)
-
-        scores = np.array(
-            [
-                [score(item, text, said) for text, said in zip(texts, answers or [()] * len(texts), strict=True)]
-                for item, texts, answers in zip(items, completions, turns, strict=True)
-            ]
-        )  # (items, samples)
-        formed = np.array(
-            [
-                [bool(_asked(benchmark.well_formed, "well_formed", item, text)) for text in texts]
-                for item, texts in zip(items, completions, strict=True)
-            ]
-        )
+        scores, formed = _judged(benchmark, split, completions, turns, limit)
         dimensions = {}
         for name in benchmark.dimensions:
             rows = [i for i, item in enumerate(items) if item.dimension == name]
@@ -173,6 +176,63 @@ class Evaluator:
             empty_share=empty / total,
             clipped_share=clipped / total,
         )
+
+
+def _judged(
+    benchmark: Benchmark,
+    split: str,
+    completions: Sequence[Sequence[str]],
+    turns: Sequence[Sequence[Sequence[str]]],
+    limit: tuple[float | None, float],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what the scorer says, both (items, samples): scores in [0, 1], and whether the form is right."""
+    items = benchmark.items(split)
+    at: list[Any] = ["", ""]  # the prompt and the completion that the scorer is asked about
+
+    def score(item: Item, text: str, answers: Sequence[str]) -> float:
+        at[:] = item.prompt, text
+        if answers and benchmark.score_turns is not None and item.follow_ups:
+            given = _asked(benchmark.score_turns, "score_turns", item, answers)
+        else:
+            given = _asked(benchmark.score, "score", item, text)
+        return _checked_score(given, item.prompt)
+
+    def judge() -> tuple[np.ndarray, np.ndarray, Printed]:
+        with prints_kept() as printed:
+            scores = np.array(
+                [
+                    [score(item, text, said) for text, said in zip(texts, answers or [()] * len(texts), strict=True)]
+                    for item, texts, answers in zip(items, completions, turns, strict=True)
+                ]
+            )
+            formed = np.array(
+                [
+                    [bool(_asked(benchmark.well_formed, "well_formed", item, text)) for text in texts]
+                    for item, texts in zip(items, completions, strict=True)
+                ]
+            )
+        return scores, formed, printed
+
+    seconds, grace_seconds = limit
+    try:
+        scores, formed, printed = call_with_time_limit(judge, seconds, f"scoring on {split}", grace_seconds)
+    except TimeLimitError as error:
+        assert seconds is not None  # there is no such error without a limit
+        what = f"scoring on {split}, at prompt {shortened(at[0])} and completion {shortened(at[1])},"
+        raise TimeLimitError(what, seconds, error.ended) from None
+    if printed:
+        _tell_once(f"the benchmark's scorer printed {printed}")
+    return scores, formed
+
+
+def shortened(text: str, most: int = 120) -> str:
+    """Return a text in quotes, cut where it is long."""
+    return repr(text if len(text) <= most else text[:most] + "…")
+
+
+@cache
+def _tell_once(sentence: str) -> None:
+    _LOG.warning(sentence)
 
 
 def smaller_benchmark(benchmark: Benchmark, items: int, seed: int | None = None) -> Benchmark:

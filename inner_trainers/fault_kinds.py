@@ -65,7 +65,8 @@ FAULTS: Mapping[str, FaultKind] = MappingProxyType(
         ),
         "time_limit": FaultKind(
             "resources",
-            "The round passed `max_round_seconds`, or its evaluation `max_evaluation_seconds`.",
+            "The round passed `max_round_seconds`, or its evaluation `max_evaluation_seconds` or "
+            "`max_scoring_seconds`.",
             ("stop", "rollback"),
             _UNWOUND,
         ),

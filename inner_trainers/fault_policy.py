@@ -42,6 +42,8 @@ class FaultPolicy:
             any. Seen between forward passes, so it should leave room for one.
         max_round_seconds: longest training of one round, in seconds; None for any.
         max_evaluation_seconds: longest evaluation, in seconds; None for any.
+        max_scoring_seconds: longest that the benchmark's scorer may take for one evaluation, in seconds, sampling left
+            out; None for any.
         grace_seconds: how long code that was interrupted at a time limit may take to end, in [0, 3600].
     """
 
@@ -55,6 +57,7 @@ class FaultPolicy:
     max_memory_bytes: int | None = None
     max_round_seconds: float | None = None
     max_evaluation_seconds: float | None = None
+    max_scoring_seconds: float | None = 600.0
     grace_seconds: float = 5.0
 
     def __post_init__(self) -> None:
@@ -73,7 +76,7 @@ class FaultPolicy:
             )
         for name, high, low in (("explosion_factor", 1e6, 1.0), ("exploded_policy_loss", 1e12, 0.0)):
             put(self, name, require_number(name, getattr(self, name), low=low, high=high, low_open=True))
-        for name in ("max_kl", "max_round_seconds", "max_evaluation_seconds"):
+        for name in ("max_kl", "max_round_seconds", "max_evaluation_seconds", "max_scoring_seconds"):
             if getattr(self, name) is not None:
                 put(self, name, require_number(name, getattr(self, name), low=0, high=1e9, low_open=True))
         for name, most in (("no_signal_steps", 100_000), ("max_memory_bytes", 2**63)):
@@ -99,7 +102,10 @@ class FaultPolicy:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types; `from_dict` reads them back to an equal policy."""
-        return {f.name: getattr(self, f.name) for f in fields(self)} | {"responses": dict(self.responses)}
+        data = {f.name: getattr(self, f.name) for f in fields(self)} | {"responses": dict(self.responses)}
+        if self.max_scoring_seconds == FaultPolicy.max_scoring_seconds:
+            del data["max_scoring_seconds"]  # as journals of before there was one have it
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> FaultPolicy:

@@ -15,6 +15,8 @@ from typing import Generic, TypeVar
 _ASK_AGAIN_SECONDS = 0.25
 """How often a thread that has not answered is asked again: other people's code may swallow the exception."""
 
+_LOOK_AGAIN_SECONDS = 0.05
+
 Result = TypeVar("Result")
 
 
@@ -69,8 +71,12 @@ def call_with_time_limit(
     call = _Call(function)
     thread = threading.Thread(target=call.run, name="posttrain-limited", daemon=True)
     thread.start()
+    end = time.monotonic() + seconds
     try:
-        in_time = call.over.wait(seconds)
+        # in short waits: one that is interrupted at an outer limit meets that only when a wait comes back
+        while not (in_time := call.over.wait(min(_LOOK_AGAIN_SECONDS, max(0.0, end - time.monotonic())))):
+            if time.monotonic() >= end:
+                break
     except BaseException:  # Ctrl-C: what runs must not go on behind the caller's back
         interrupt(thread, call.over.is_set, grace_seconds)
         raise

@@ -17,6 +17,7 @@ from ..conversations import Conversation, carry_on
 from ..faults import RewardFault
 from ..messages import first_line
 from ..monitor import reward_sparsity
+from ..printed import prints_kept
 from ..tasks.base import Source
 from ..tokens import without_added_end
 from .algorithms import ALGORITHMS
@@ -201,15 +202,21 @@ def reward_function(context: RoundContext) -> Any:
         answers = completions if last_turn is None else last_turn  # of a conversation, only how it ended
         rows = [pools.row(number) for number in row_number]
         return [
-            verified_reward(pools.source(name), index, answer)
+            verified_reward(pools.source(name), index, answer, context.meter.flags)
             for answer, (name, index) in zip(answers, rows, strict=True)
         ]
 
     return verified
 
 
-def verified_reward(source: Source, index: int, completion: str) -> float:
+def verified_reward(source: Source, index: int, completion: str, flags: list[str]) -> float:
     """Return the verifier's reward for a completion of one prompt.
+
+    Args:
+        source: the prompt's source.
+        index: place of the row among its prompts.
+        completion: what is judged.
+        flags: is told once that the verifier prints; what it prints is not shown.
 
     Raises:
         RewardFault: the verifier raised, or returned something that is no finite number.
@@ -218,10 +225,15 @@ def verified_reward(source: Source, index: int, completion: str) -> float:
     where = f"the verifier of source {source.name!r}, prompts row {index + 1},"
     try:
         # a verifier that could change the row would change the task under its content hash
-        reward = source.verifier(MappingProxyType(source.rows["prompts"][index]), completion)
+        with prints_kept() as printed:
+            reward = source.verifier(MappingProxyType(source.rows["prompts"][index]), completion)
     except (Exception, SystemExit, KeyboardInterrupt, GeneratorExit) as error:
         # answers that are run as code may call `exit`, or worse; a person's Ctrl-C reaches the main thread alone
         raise RewardFault(f"{where} raised {first_line(error)}") from error
+    if printed:
+        told = f"the verifier of source {source.name!r} prints, which is not shown"
+        if not any(flag.startswith(told) for flag in flags):
+            flags.append(f"{told}; the first line: {printed.first!r}")
     number = _finite_number(reward)
     if number is None:
         raise RewardFault(f"{where} returned {reprlib.repr(reward)}; expected a finite number")

@@ -98,7 +98,7 @@ def _passing(context: RoundContext) -> list[Mapping[str, str]]:
         for (source, index), prompt, answers in zip(drawn, texts, completions.texts, strict=True):
             sampled[source] += len(answers)
             for answer in answers:
-                if verified_reward(context.sources[source], index, answer) >= recipe.min_reward:
+                if verified_reward(context.sources[source], index, answer, meter.flags) >= recipe.min_reward:
                     passed[source] += 1
                     if answer:  # an empty answer has nothing to learn but its end
                         found[prompt, answer] = None

@@ -277,7 +277,9 @@ class TrlTrainer:
             first_bound=bound,
             step_bound=later_bound,
             limit=limit,
-            watch=FaultWatch(resident.model.template.config.get_text_config().vocab_size, spec.on_policy, self.fault_policy),
+            watch=FaultWatch(
+                resident.model.template.config.get_text_config().vocab_size, spec.on_policy, self.fault_policy
+            ),
             torch_threads=self._torch_threads,
             device=device,
             spec=spec,
@@ -323,13 +325,20 @@ class TrlTrainer:
         from .models import load_weights
 
         began = time.perf_counter()
-        model = resident.model.template
+        model, policy = resident.model.template, self.fault_policy
         load_weights(model, weights)
 
         def measured() -> tuple[Scorecard, int, int]:
-            return evaluator.evaluate(model, resident.model.tokenizer, benchmark, split, resident.rows.chat)
+            return evaluator.evaluate(
+                model,
+                resident.model.tokenizer,
+                benchmark,
+                split,
+                resident.rows.chat,
+                scoring_seconds=policy.max_scoring_seconds,
+                grace_seconds=policy.grace_seconds,
+            )
 
-        policy = self.fault_policy
         try:
             scorecard, generated, scored = call_with_time_limit(
                 measured, policy.max_evaluation_seconds, f"evaluation on {split}", policy.grace_seconds
