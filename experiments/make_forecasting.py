@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from ..inner_trainers.base import RoundReport
 from ..inner_trainers.files import write_atomically
 from ..inner_trainers.recipe import Recipe
 from ..meta_policies.controllers.drive import drive_round
@@ -34,9 +35,13 @@ EPOCH = 27
 """Steps of one epoch: 3,563 windows in batches of 128."""
 
 STEPS = 20 * EPOCH
-RATES = {"usual rate": 1e-3, "rate ten times higher": 1e-2}
+RATES = {"usual rate": 1e-3, "rate ten times higher": 1e-2, "rate a hundred times higher": 1e-1}
+LEARNED_AT = ("usual rate", "rate ten times higher")
+"""Settings that a controller is learned for."""
+
 CRASH = 1.5
-"""An epoch crashed when its mean loss is above this many times the lowest mean of the epochs before."""
+"""An epoch crashed when its mean loss is above this many times the lowest mean of the epochs before, or the round ended
+in it as failed."""
 
 EQUAL = {name: 1 / 3 for name in TASKS}
 GRID: Mapping[str, Mapping[str, float]] = {
@@ -55,9 +60,7 @@ def recipe(rate: float, mix: Mapping[str, float], schedule: str = "constant") ->
     return Recipe("forecast", dict(mix), learning_rate=rate, batch_size=128, steps=STEPS, schedule=schedule)
 
 
-def measures(
-    task: Forecasting, weights: Any, curves: Sequence[Mapping[str, float]], split: str = "test"
-) -> dict[str, float]:
+def measures(task: Forecasting, weights: Any, report: RoundReport, split: str = "test") -> dict[str, float]:
     """Return what the comparison is about, on the windows of a split; level errors are in spreads of the window."""
     data = windows_of(task.seed, split)
     out = forecasts(weights, data)
@@ -70,15 +73,16 @@ def measures(
         "direction_majority": float(max(data.direction.mean(), 1 - data.direction.mean())),
         "r2_level": float(1 - ((out["level"] - level) ** 2).mean() / level.var()),
         "r2_volatility": float(1 - ((out["volatility"] - volatility) ** 2).mean() / volatility.var()),
-        "crashes_per_100_epochs": crashes([row["loss"] for row in curves]),
+        "crashes_per_100_epochs": crashes([row["loss"] for row in report.curves], report.failure is not None),
     }
 
 
-def crashes(losses: Sequence[float]) -> float:
+def crashes(losses: Sequence[float], failed: bool = False) -> float:
     """Return how many of 100 epochs crash; see `CRASH`."""
     means = [float(np.mean(losses[first : first + EPOCH])) for first in range(0, len(losses) - EPOCH + 1, EPOCH)]
     crashed = sum(not mean <= CRASH * min(means[:place]) for place, mean in enumerate(means) if place)
-    return 100 * crashed / max(1, len(means))
+    begun = len(means) + failed  # the epoch that a failed round ended in was not finished
+    return 100 * (crashed + failed) / max(1, begun)
 
 
 def run(task: Forecasting, asked: Recipe, seed: int, controller: Any = None) -> tuple[Any, Any, int]:
@@ -132,7 +136,7 @@ def rows_of(task: Forecasting, setting: str, seed: int, model: Any) -> list[dict
             "mean_smallest_cosine": float(np.mean([each["grad_cosine"] for each in report.curves])),
         }
         base = task.trainer().base(task).weights
-        rows.append(row | measures(task, base if checkpoint is None else checkpoint.weights, report.curves))
+        rows.append(row | measures(task, base if checkpoint is None else checkpoint.weights, report))
     return rows
 
 
@@ -186,13 +190,15 @@ def run_learned(task: Forecasting, asked: Recipe, seed: int, model: Any) -> tupl
 # Table and page -------------------------------------------------------------------------------------------------------
 
 
-def make(series: Sequence[int], decisions: int) -> list[dict[str, Any]]:
-    """Run every method on every series at both rates."""
+def make(series: Sequence[int], decisions: int, settings: Sequence[str]) -> list[dict[str, Any]]:
+    """Run every method on every series in some settings."""
     rows = []
-    for setting, rate in RATES.items():
+    for setting in settings:
+        rate = RATES[setting]
         began = time.process_time()
-        model = learn(rate, decisions) if decisions else None
-        print(f"{setting}: learned in {time.process_time() - began:.0f} CPU s", flush=True)
+        model = learn(rate, decisions) if decisions and setting in LEARNED_AT else None
+        if model is not None:
+            print(f"{setting}: learned in {time.process_time() - began:.0f} CPU s", flush=True)
         for seed, number in enumerate(series):
             rows += rows_of(Forecasting(number), setting, seed, model)
             print(f"{setting}: series {number} done", flush=True)
@@ -225,9 +231,10 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
         "",
         f"Series {series[0]} to {series[-1]} (one each, with round seeds 0 to {len(series) - 1}), {STEPS} steps of 128",
         "windows in every method. Rules: `forecasting_rules.yaml`, asked once an epoch. Learned: MaskablePPO,",
-        f"{DECISIONS} decisions on 64 other series, asked once an epoch. Versions: {versions()}. An epoch crashed",
-        f"when its mean loss is above {CRASH:g} times the lowest epoch before. MAE is in spreads (standard",
-        "deviations) of the window's log prices.",
+        f"{DECISIONS} decisions on 64 other series, asked once an epoch. Versions: {versions()}.",
+        "No controller was learned at the highest rate. An epoch crashed when its mean loss is above",
+        f"{CRASH:g} times the lowest epoch before, or the round ended in it as failed; a failed round leaves the weights",
+        "it started from. MAE is in spreads (standard deviations) of the window's log prices.",
         "",
         "Mean ± standard error over series; in brackets the difference to equal fixed weights, paired by series, with",
         "its 95 % interval (t distribution).",
@@ -297,6 +304,14 @@ def verdicts(
     return lines
 
 
+def read_rows(table: Path = TABLE) -> list[dict[str, Any]]:
+    """Return the rows of the table."""
+    from pyarrow import parquet
+
+    rows: list[dict[str, Any]] = parquet.read_table(table).to_pylist()
+    return rows
+
+
 def write_rows(rows: Sequence[Mapping[str, Any]], table: Path) -> None:
     """Write the table."""
     import pyarrow
@@ -315,8 +330,10 @@ def main() -> None:
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--decisions", type=int, default=DECISIONS, help="Decisions that the controller learns from.")
+    parser.add_argument("--settings", nargs="*", default=list(RATES), choices=list(RATES), help="Run anew.")
     asked = parser.parse_args()
-    rows = make(SERIES, asked.decisions)
+    kept = [row for row in read_rows() if row["setting"] not in asked.settings] if TABLE.exists() else []
+    rows = kept + make(SERIES, asked.decisions, asked.settings)
     write_rows(rows, TABLE)
     write_atomically(RESULTS / "forecasting.md", page(rows).encode())
 

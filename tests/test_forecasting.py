@@ -139,3 +139,33 @@ def test_the_recipe_file_is_that_of_the_comparison() -> None:
     family = ForecastingFamily()
     assert len(windows_of(family.test_seeds[0], "train")) // 128 == make_forecasting.EPOCH
     assert sum(p.numel() for p in Network().parameters()) == Forecasting().trainer().parameters(Forecasting())
+
+
+def test_the_page_is_made_from_the_table() -> None:
+    rows = make_forecasting.read_rows()
+    assert make_forecasting.page(rows) == (make_forecasting.RESULTS / "forecasting.md").read_text()
+    assert {row["setting"] for row in rows} == set(make_forecasting.RATES)
+    for setting in make_forecasting.RATES:
+        methods = {row["method"] for row in rows if row["setting"] == setting}
+        learned = set() if setting in make_forecasting.LEARNED_AT else {"learned"}
+        assert methods == set(make_forecasting.METHODS) - learned
+        assert all(row["series"] in make_forecasting.SERIES for row in rows)
+
+
+def test_a_sample_of_the_table_is_made_again() -> None:
+    number = make_forecasting.SERIES[1]
+    rows = {
+        (row["method"], row["series"]): row for row in make_forecasting.read_rows() if row["setting"] == "usual rate"
+    }
+    task = Forecasting(number)
+    for method in ("fixed, equal weights", "rules"):
+        controller = None
+        if method == "rules":
+            controller = make_forecasting.RulesController(make_forecasting.load_rules(str(make_forecasting.RULES)))
+        asked = make_forecasting.recipe(1e-3, make_forecasting.EQUAL)
+        report, checkpoint, applied = make_forecasting.run(task, asked, 1, controller)
+        made = make_forecasting.measures(task, checkpoint.weights, report)
+        row = rows[method, number]
+        assert applied == row["adjustments"]
+        for key in ("mae", "direction", "r2_level", "r2_volatility", "crashes_per_100_epochs"):
+            assert made[key] == pytest.approx(row[key], rel=1e-4, abs=1e-6)
