@@ -246,7 +246,8 @@ def test_facts_and_trainer_have_defaults() -> None:
     [
         (
             "leters",
-            "task: no built-in task is called 'leters'. Did you mean 'letters'? Known: calculator, letters, smol-reasoning. "
+            "task: no built-in task is called 'leters'. Did you mean 'letters'? "
+            "Known: calculator, letters, smol-reasoning. "
             "A task of your own is given as 'module:Class', or as the name of a file such as task.yaml.",
         ),
         (
