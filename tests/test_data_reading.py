@@ -411,3 +411,53 @@ def test_errors_survive_a_process_boundary() -> None:
     error = pickle.loads(pickle.dumps(DataError(Path("a.jsonl"), "is wrong.", line=3, row=2, column="x")))
     assert str(error) == "a.jsonl, line 3, column 'x': is wrong."
     assert (error.line, error.row, error.column) == (3, 2, "x")
+
+
+@pytest.mark.parametrize("name", ["a.csv.gz", "a.csv.bz2", "a.csv.xz", "a.json.bz2", "a.jsonl.bz2", "a.jsonl.gz"])
+def test_bytes_damaged_anywhere_in_compressed_data_give_rows_or_a_data_error(tmp_path: Path, name: str) -> None:
+    several = [{"prompt": f"q {number}", "completion": "é"} for number in range(20)]
+    text = {
+        "csv": "prompt,completion\n" + "".join(f"q {number},é\n" for number in range(20)),
+        "json": json.dumps(several),
+        "jsonl": "".join(json.dumps(row) + "\n" for row in several),
+    }[name.split(".")[1]]
+    packed = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[name.split(".")[2]](text.encode())
+    told = 0
+    for place in range(0, len(packed), 3):
+        damaged = bytearray(packed)
+        damaged[place] ^= 0x55
+        path = write(tmp_path / name, bytes(damaged))
+        try:
+            bad: list[DataError] = []
+            read = list(open_data(path).rows(bad))
+        except DataError as error:
+            told += 1
+            assert str(error).startswith(str(path))
+        else:
+            assert bad or len(read) == 20
+    assert told > len(packed) // 6
+
+
+def test_a_header_that_is_no_csv_is_told_with_its_line(tmp_path: Path) -> None:
+    assert refused(write(tmp_path / "a.csv", 'a,"b"c\n1,2\n')).line == 1
+    assert refused(write(tmp_path / "b.csv", "a\rb,c\n1,2\n")).line == 1
+
+
+def test_parquet_values_that_python_cannot_hold_are_told_with_row_and_column(tmp_path: Path) -> None:
+    offsets = pa.array([0, 1, 3], pa.int32()).buffers()[1]
+    no_utf8 = pa.Array.from_buffers(pa.string(), 2, [None, offsets, pa.py_buffer(b"a\xff\xfe")])
+    far = pa.array([0, 2**60], pa.timestamp("ms"))
+    for column in (no_utf8, far):
+        pq.write_table(pa.table({"fine": [1, 2], "worse": column}), tmp_path / "a.parquet")
+        error = refused(tmp_path / "a.parquet")
+        assert (error.row, error.column) == (2, "worse")
+
+
+def test_parquet_names_and_map_keys_that_stand_twice_are_refused(tmp_path: Path) -> None:
+    twice = pa.Table.from_arrays([pa.array(["x"]), pa.array(["y"])], names=["a", "a"])
+    pq.write_table(twice, tmp_path / "a.parquet")
+    assert refused(tmp_path / "a.parquet").column == "a"
+    keys = pa.array([[("k", "v"), ("k", "w")]], pa.map_(pa.string(), pa.string()))
+    pq.write_table(pa.table({"a": keys}), tmp_path / "b.parquet")
+    error = refused(tmp_path / "b.parquet")
+    assert (error.row, error.column) == (1, "a")

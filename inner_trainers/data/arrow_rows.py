@@ -20,7 +20,8 @@ def parquet_rows(path: Path) -> Iterator[RawRow]:
     """Yield the rows of a Parquet file.
 
     Raises:
-        DataError: it is cut or damaged, changed while it was read, or has a column of bytes.
+        DataError: it is cut or damaged, changed while it was read, or has a column of bytes, one name
+            for two columns, or a value that Python cannot hold.
     """
     import pyarrow
     from pyarrow import parquet
@@ -68,6 +69,9 @@ def _slices(batch: Any) -> Iterator[Any]:
 def _check_columns(path: Path, schema: Any) -> None:
     from pyarrow import types
 
+    for name in schema.names:
+        if schema.names.count(name) > 1:
+            raise DataError(path, "two columns have this name, so one would be lost; rename one.", column=name)
     for field in schema:
         if types.is_binary(field.type) or types.is_large_binary(field.type) or types.is_fixed_size_binary(field.type):
             raise DataError(
@@ -78,11 +82,32 @@ def _check_columns(path: Path, schema: Any) -> None:
 def _rows(path: Path, batches: Iterator[Any]) -> Iterator[RawRow]:
     number = 0
     for batch in batches:
-        for row in batch.to_pylist():
+        for row in _python_rows(batch, path, number):
             number += 1
             yield RawRow(
                 number, None, {name: _plain(value, path, number, name) for name, value in row.items()}, None, path
             )
+
+
+def _python_rows(batch: Any, path: Path, before: int) -> list[dict[str, Any]]:
+    """Return the rows of a batch; a value that Python has no form for is named by row and column."""
+    try:
+        found: list[dict[str, Any]] = batch.to_pylist()
+        return found
+    except (ValueError, OverflowError, KeyError) as whole:  # no UTF-8, a date beyond year 9999, an unknown time zone
+        for place in range(batch.num_rows):
+            for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                try:
+                    column[place].as_py()
+                except (ValueError, OverflowError, KeyError) as error:
+                    raise DataError(
+                        path,
+                        f"a value of type {column.type} cannot be read ({first_line(error, 120)}); write it as text "
+                        "in UTF-8, or leave the column out.",
+                        row=before + place + 1,
+                        column=name,
+                    ) from error
+        raise DataError(path, f"rows cannot be read ({first_line(whole, 120)}); write the file again.") from whole
 
 
 def _plain(value: Any, path: Path, row: int, column: str) -> Any:
@@ -97,6 +122,15 @@ def _plain(value: Any, path: Path, row: int, column: str) -> Any:
         return {key: _plain(inner, path, row, column) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):
         if value and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):  # a map
+            keys = [str(key) for key, _ in value]
+            for key in keys:
+                if keys.count(key) > 1:
+                    raise DataError(
+                        path,
+                        f"key {key!r} stands twice in one map, so one of its values would be lost; keep one.",
+                        row=row,
+                        column=column,
+                    )
             return {str(key): _plain(inner, path, row, column) for key, inner in value}
         return [_plain(inner, path, row, column) for inner in value]
     if isinstance(value, decimal.Decimal):

@@ -85,6 +85,28 @@ def compression_of(path: Path) -> str:
     return next((name for magic, name in COMPRESSIONS.items() if start.startswith(magic)), "")
 
 
+class _Bzip2File(bz2.BZ2File):
+    """A bzip2 file whose damage is told from what a disk reports: the library raises a bare OSError for both."""
+
+    def readline(self, size: int | None = -1) -> bytes:  # type: ignore[override]
+        with _damage_told():
+            return super().readline(-1 if size is None else size)
+
+    def read(self, size: int | None = -1) -> bytes:
+        with _damage_told():
+            return super().read(-1 if size is None else size)
+
+
+@contextmanager
+def _damage_told() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise EOFError(str(error)) from error
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading its bytes, uncompressed.
@@ -99,7 +121,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     if compression == "gzip":
         raw = gzip.GzipFile(path)
     elif compression == "bzip2":
-        raw = bz2.BZ2File(path)
+        raw = _Bzip2File(path)
     elif compression == "xz":
         raw = lzma.LZMAFile(path)  # noqa: SIM115
     else:

@@ -30,17 +30,20 @@ def csv_rows(path: Path, file: IO[bytes], report: Report, separator: str = "") -
     Raises:
         DataError: no UTF-8, no header, or one with a name twice; the file is cut.
     """
-    start = file.readline()
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise DataError(path, "it is UTF-16 or UTF-32; convert it: `iconv -f UTF-16 -t UTF-8 IN > OUT`.", line=1)
-    lines = _Lines(path, start.removeprefix(codecs.BOM_UTF8), file)
-    first = next(lines, "")
-    separator = separator or next((mark for mark in (",", "\t", ";") if mark in first), ",")
-    csv.field_size_limit(sys.maxsize)
-    cells = csv.reader(_again(first, lines), delimiter=separator, strict=True)
     number = 0
     try:
-        header = next(cells, [])
+        start = file.readline()
+        if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise DataError(path, "it is UTF-16 or UTF-32; convert it: `iconv -f UTF-16 -t UTF-8 IN > OUT`.", line=1)
+        lines = _Lines(path, start.removeprefix(codecs.BOM_UTF8), file)
+        first = next(lines, "")
+        separator = separator or next((mark for mark in (",", "\t", ";") if mark in first), ",")
+        csv.field_size_limit(sys.maxsize)
+        cells = csv.reader(_again(first, lines), delimiter=separator, strict=True)
+        try:
+            header = next(cells, [])
+        except csv.Error as error:
+            raise DataError(path, f"no CSV: {error}; is every cell of the header closed?", line=1) from None
         _check_header(path, header)
         while True:
             line = cells.line_num + 1

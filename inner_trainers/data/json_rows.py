@@ -115,9 +115,9 @@ def _without_mark(path: Path, raw: bytes) -> bytes:
 def json_array(path: Path, file: IO[bytes], report: Report) -> Iterator[RawRow]:
     """Yield the rows of one array of objects, read in pieces; `json_lines` tells of the arguments."""
     reader = _ArrayReader(path, file)
-    reader.open()
     number = 0
     try:
+        reader.open()
         while (element := reader.next()) is not None:
             number += 1
             line, value = element
