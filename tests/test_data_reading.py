@@ -9,6 +9,7 @@ import json
 import lzma
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -421,7 +422,8 @@ def test_bytes_damaged_anywhere_in_compressed_data_give_rows_or_a_data_error(tmp
         "json": json.dumps(several),
         "jsonl": "".join(json.dumps(row) + "\n" for row in several),
     }[name.split(".")[1]]
-    packed = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[name.split(".")[2]](text.encode())
+    packers: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+    packed = packers[name.split(".")[2]](text.encode())
     told = 0
     for place in range(0, len(packed), 3):
         damaged = bytearray(packed)

@@ -119,7 +119,7 @@ def split_rows(rows: Sequence[Row], held_out: float, seed: int) -> tuple[list[Ro
 
     Args:
         rows: the rows.
-        held_out: share of the rows that the second side gets, in (0, 1); it gets at most that many, as whole groups of
+        held_out: share of the rows that the second side gets, in (0, 1); at most that many, rounded, as whole groups of
             equal rows, and one group at least.
         seed: decides which.
 
