@@ -25,6 +25,8 @@ from posttrain_gym.inner_trainers.adjustments import Adjustment
 from posttrain_gym.inner_trainers.conformance import TrainerConformance
 from posttrain_gym.inner_trainers.recipe import Recipe
 from posttrain_gym.inner_trainers.recipe_file import load_recipe
+from posttrain_gym.meta_policies.controllers.rule_file import load_rules
+from posttrain_gym.meta_policies.controllers.rules import RulesController
 
 RECIPE = Recipe("forecast", dict.fromkeys(TASKS, 1 / 3), learning_rate=1e-3, batch_size=128, steps=54)
 
@@ -143,7 +145,7 @@ def test_the_recipe_file_is_that_of_the_comparison() -> None:
 
 def test_the_page_is_made_from_the_table() -> None:
     rows = make_forecasting.read_rows()
-    assert make_forecasting.page(rows) == (make_forecasting.RESULTS / "forecasting.md").read_text()
+    assert make_forecasting.page(rows) == make_forecasting.TABLE.with_suffix(".md").read_text()
     assert {row["setting"] for row in rows} == set(make_forecasting.RATES)
     for setting in make_forecasting.RATES:
         methods = {row["method"] for row in rows if row["setting"] == setting}
@@ -161,7 +163,7 @@ def test_a_sample_of_the_table_is_made_again() -> None:
     for method in ("fixed, equal weights", "rules"):
         controller = None
         if method == "rules":
-            controller = make_forecasting.RulesController(make_forecasting.load_rules(str(make_forecasting.RULES)))
+            controller = RulesController(load_rules(str(make_forecasting.RULES)))
         asked = make_forecasting.recipe(1e-3, make_forecasting.EQUAL)
         report, checkpoint, applied = make_forecasting.run(task, asked, 1, controller)
         made = make_forecasting.measures(task, checkpoint.weights, report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -116,11 +117,33 @@ def test_files_of_ifeval_work_as_they_are() -> None:
             "cannot be told from others here",
         ),
         ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": []}, "lists of one length"),
+        ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": ["x"]}, "kwargs must be a list of mappings"),
+        ({"instructions": [{"kind": ["a"]}]}, "unknown kind"),
     ],
 )
 def test_rows_that_cannot_be_judged(row: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Instructions().check_row(row)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("detectable_format:title", "<<" * 50_000),
+        ("detectable_content:postscript", "a" + "\n" * 99_999),
+        ("detectable_format:number_bullet_lists", "a" + "\n" * 99_990 + "b"),
+        ("detectable_format:json_format", "```" + "\n" * 50_000 + "a"),
+        ("length_constraints:number_sentences", "." * 99_999 + "x"),
+        ("length_constraints:number_sentences", ". " * 50_000),
+        ("detectable_content:number_placeholders", "[a" * 50_000),
+        ("detectable_format:number_highlighted_sections", "**a\n" * 30_000),
+        ("detectable_format:multiple_sections", "Section" + " " * 90_000),
+    ],
+)
+def test_texts_that_repeat_take_no_longer_than_others(kind: str, text: str) -> None:
+    began = time.monotonic()
+    assert Instructions().score({"instructions": [{"kind": kind, **CASES[kind][0]}]}, text) == 0.0
+    assert time.monotonic() - began < 10  # seconds of seconds: minutes before
 
 
 def test_counting() -> None:

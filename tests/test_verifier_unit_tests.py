@@ -101,12 +101,28 @@ for descriptor in range(3, 40):
     assert score(forged + RIGHT) == pytest.approx(2 / 3)
 
 
+def test_input_that_nobody_reads_holds_nothing_up() -> None:
+    row = {"cases": [{"input": "x" * 1_000_000, "output": "3"}]}
+    assert score("print(3)", row) == 1.0
+
+
+def test_spaces_after_a_fence_take_no_time() -> None:
+    began = time.monotonic()
+    assert score("```" + " " * 100_000) == 0.0
+    assert time.monotonic() - began < 10
+
+
+def test_the_token_is_no_global_of_the_harness() -> None:
+    code = "import __main__\nassert not hasattr(__main__, 'token')\n"
+    assert score(code + RIGHT) == pytest.approx(2 / 3)
+
+
 def test_the_environment_is_not_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_OF_THE_USER", "x")
     row = {"tests": ["import os\nassert 'SECRET_OF_THE_USER' not in os.environ", "assert os_name() == []"]}
     assert (
         score(
-            "import os\ndef os_name():\n    return [n for n in os.listdir() if n not in ('solution.py', 'tests.json')]",
+            "import os\ndef os_name():\n    return [n for n in os.listdir() if n not in ('solution.py',)]",
             row,
         )
         == 1.0

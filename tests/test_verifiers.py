@@ -158,6 +158,15 @@ def test_exact_refuses_answers_that_are_no_text() -> None:
         ("7", "", {}, 0.0),
         ("7", "seven", {}, 0.0),
         (0.1, "0.1", {}, 1.0),
+        ("3/4", "It is 3/4.", {}, 1.0),
+        ("4", "It is 3/4.", {}, 0.0),
+        (100_000, "It is 10^5.", {}, 1.0),
+        (5, "It is 10^5.", {}, 0.0),
+        ("0.5", "It is 50 %.", {"percent": True}, 1.0),
+        ("50", "It is 50 %.", {}, 1.0),
+        (99999, "1e999999999", {}, 0.0),
+        (2, "I do not know x2", {}, 0.0),
+        (7, "The answer is...7", {}, 1.0),
         (10**30, "1" + "0" * 30, {}, 1.0),
         (10**30, "1" + "0" * 29 + "1", {}, 0.0),
     ],
@@ -190,7 +199,11 @@ def test_numeric_refuses_answers_that_are_no_numbers() -> None:
         make_verifier("numeric").check_row({"answer": ""})
     with pytest.raises(ValueError, match="must be a number"):
         make_verifier("numeric", latex=False).check_row({"answer": "seven"})
+    for word in ("seven", "inf", "nan", "True", "oo"):
+        with pytest.raises(ValueError, match="must be a number"):
+            make_verifier("numeric").check_row({"answer": word})
     make_verifier("numeric").check_row({"answer": r"\frac{1}{2}"})
+    make_verifier("numeric").check_row({"answer": r"2\pi"})
 
 
 # Patterns

@@ -16,7 +16,10 @@ LONGEST = 100_000
 REGEX_SECONDS = 1.0
 """What a pattern of a person's may take on one completion; it matches nothing when it takes longer."""
 
-NUMBER = re.compile(r"[-+−]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,4})?|[-+−]?\.\d+")
+NUMBER = re.compile(
+    r"(?<!\w)(?<!\d\.)[-+−]?(?:\d{1,3}(?:,\d{3})++(?!\d)|\d++)(?:\.\d++)?(?:[eE][-+]?\d++)?"
+    r"|(?<![\w.])[-+−]?\.\d++"
+)
 """A number in text: sign, thousands separators, fraction, exponent."""
 
 

@@ -8,6 +8,7 @@ the paper leaves a choice.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ LONGEST = 100_000
 
 RELATIONS = ("less than", "at least")
 _WORD = re.compile(r"\w+(?:['’]\w+)*")
-_SENTENCE_END = re.compile(r"[.!?]+(?:[\"'”’)\]]*)(?=\s|$)")
+_SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++[\"'”’)\]]*+(?=\s|$)")
 _ABBREVIATIONS = re.compile(
     r"\b(?:mr|mrs|ms|dr|prof|st|jr|sr|vs|etc|e\.g|i\.e|no|fig|inc|ltd|co|[a-z])\.$", re.IGNORECASE
 )
@@ -63,6 +64,7 @@ def sentences_in(text: str) -> int:
     count, begin = 0, 0
     for match in _SENTENCE_END.finditer(text):
         if not words_in(text[begin : match.end()]):
+            begin = match.end()
             continue
         before = text[max(0, match.start() - 8) : match.start() + 1]
         if match.group()[0] == "." and _ABBREVIATIONS.search(before):
@@ -133,12 +135,12 @@ def _postscript(text: str, arguments: Arguments, prompt: str) -> bool:
     marker = str(arguments.get("postscript_marker") or "P.S.").strip()
     letters = [re.escape(letter) for letter in marker if letter.isalpha()]
     pattern = r"\.?\s?".join(letters) + r"\.?" if marker.upper().startswith("P") else re.escape(marker)
-    return re.search(rf"^\s*{pattern}.*\S", text, re.IGNORECASE | re.MULTILINE) is not None
+    return re.search(rf"^[^\S\n]*{pattern}.*\S", text, re.IGNORECASE | re.MULTILINE) is not None
 
 
 def _bullet_lists(text: str, arguments: Arguments, prompt: str) -> bool:
-    stars = re.findall(r"^\s*\*(?!\*)[^\S\n]*\S", text, re.MULTILINE)
-    hyphens = re.findall(r"^\s*-(?!-)[^\S\n]*\S", text, re.MULTILINE)
+    stars = re.findall(r"^[^\S\n]*\*(?!\*)[^\S\n]*\S", text, re.MULTILINE)
+    hyphens = re.findall(r"^[^\S\n]*-(?!-)[^\S\n]*\S", text, re.MULTILINE)
     return len(stars) + len(hyphens) == int(arguments["num_bullets"])
 
 
@@ -163,16 +165,25 @@ def _sections(text: str, arguments: Arguments, prompt: str) -> bool:
 
 
 def _json_format(text: str, arguments: Arguments, prompt: str) -> bool:
-    inner = re.fullmatch(r"\s*```(?:json)?\s*\n?(.*?)\n?\s*```\s*", text, re.DOTALL | re.IGNORECASE)
+    inner = text.strip()
+    if inner.startswith("```") and inner.endswith("```") and len(inner) >= 6:
+        inner = inner[3:-3]
+        inner = inner[4:] if inner[:4].lower() == "json" else inner
     try:
-        json.loads(inner[1] if inner else text)
+        json.loads(inner)
     except (ValueError, RecursionError):
         return False
     return True
 
 
 def _title(text: str, arguments: Arguments, prompt: str) -> bool:
-    return any(found.strip(" <>") for found in re.findall(r"<<([^\n]+?)>>", text))
+    for line in text.splitlines():
+        begin = line.find("<<")
+        while begin >= 0 and (end := line.find(">>", begin + 2)) >= 0:
+            if line[begin + 2 : end].strip(" <>"):
+                return True
+            begin = line.find("<<", end)
+    return False
 
 
 def _two_responses(text: str, arguments: Arguments, prompt: str) -> bool:
@@ -360,7 +371,7 @@ class Instructions(Versioned):
         """Refuse a row with no, unknown or incomplete instructions; see `Verifier.check_row`."""
         for number, (kind, arguments) in enumerate(self._asked(row), start=1):
             where = f"instruction {number}"
-            if kind not in KINDS:
+            if not isinstance(kind, str) or kind not in KINDS:
                 raise ValueError(f"{where}: unknown kind {kind!r}.{did_you_mean(str(kind), KINDS)}")
             known = (*KINDS[kind].required, *KINDS[kind].optional)
             for name in arguments:
@@ -401,6 +412,8 @@ class Instructions(Versioned):
             raise ValueError(
                 f"instruction_id_list and kwargs must be lists of one length, got {names!r} and {given!r}."
             )
+        if not all(arguments is None or isinstance(arguments, Mapping) for arguments in given):
+            raise ValueError(f"kwargs must be a list of mappings, got {given!r}.")
         return [
             (name, {key: value for key, value in (arguments or {}).items() if value is not None})
             for name, arguments in zip(names, given, strict=True)
@@ -416,7 +429,8 @@ class Instructions(Versioned):
             elif name in ("keywords", "forbidden_words", "options"):
                 _texts(value, said)
             elif name.startswith(("num_", "nth_")) or name.endswith("frequency"):
-                if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 0:
+                whole = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+                if not whole or value != int(value) or value < 0:
                     raise ValueError(f"{said} must be a whole number of at least 0, got {value!r}.")
             elif not isinstance(value, str) or not value:
                 raise ValueError(f"{said} must be text, got {value!r}.")

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...messages import require_number
 from .base import Versioned, require_bool, require_columns
-from .extraction import Extraction
+from .extraction import LONGEST, NUMBER, Extraction, last_number
 
 LONGEST_NUMBER = 400
 """Characters of a number that are compared; a longer one is no answer."""
@@ -20,12 +20,24 @@ LONGEST_NUMBER = 400
 LARGEST_EXPONENT = 400
 """Powers of ten that are written out; numbers beyond are no answers."""
 
-LONGEST_EXPRESSION = 200
+LONGEST_EXPRESSION = 120
 """Characters of an expression that is given to math-verify; a longer one is no answer."""
 
 _PLAIN = re.compile(r"[-+−]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?(?:[eE][-+]?\d+)?")
 _FRACTION = re.compile(r"([-+−]?\d+)\s*/\s*(\d+)")
-_TOWER = re.compile(r"(?:\^|\*\*)\s*\{?\s*\(?\s*-?\d{3,}|(?:\^|\*\*).*(?:\^|\*\*)|!")
+_UNBOUNDED = re.compile(
+    r"(?:\^|\*\*)\s*\{?\s*\(?\s*-?\d{3,}|(?:\^|\*\*).*(?:\^|\*\*)|!|[)}\]]\s*(?:\^|\*\*)\s*\{?\s*\(?\s*-?\d{2,}"
+    r"|\\(?:binom|choose|sum|prod|int|iint|oint|lim|Gamma|zeta|bmod|pmod)\b|mod\b"
+)
+"""Powers of powers, factorials, large exponents, sums and the like: evaluating them may not end."""
+
+_WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}|\binf|\\infty|oo\b")
+_NUMBER_AT_ALL = re.compile(r"\d|\\pi\b|(?<![A-Za-z\\])e(?![A-Za-z])")
+_DEEPEST = 8
+"""Brackets within brackets of an expression that is read."""
+_LEADS_ON = re.compile(r"(?<![\w.])[-+−]?\d{1,20}(?:\.\d{1,20})?\s{0,2}(?:/|\^|\*\*)\s{0,2}$")
+"""What stands before a number that is a denominator or an exponent."""
+
 _UNIT = re.compile(r"(?<=\d)\s*(?:%|°|[A-Za-z]{1,12}\.?)$")
 
 
@@ -84,7 +96,7 @@ class Numeric(Versioned):
 
     def score(self, row: Mapping[str, Any], completion: str) -> float:
         """Return 1.0 for an equal number, else 0.0."""
-        found = self._extraction(completion)
+        found = self._found(completion)
         if not found:
             return 0.0
         right, given = self._value(row[self.answer]), self._value(found)
@@ -94,8 +106,14 @@ class Numeric(Versioned):
 
     def well_formed(self, row: Mapping[str, Any], completion: str) -> bool:
         """Return whether the completion is a number and nothing else, as far as the extraction sees."""
-        found = self._extraction(completion)
+        found = self._found(completion)
         return bool(found) and self._value(found) is not None
+
+    def _found(self, completion: str) -> str | None:
+        """Return the number in a completion; the last one comes with its denominator, exponent or percent sign."""
+        if self.extract == "last_number":
+            return last_expression(completion[-LONGEST:])
+        return self._extraction(completion)
 
     def _near(self, right: Fraction, given: Fraction) -> bool:
         allowed = max(Fraction(self.tolerance), Fraction(self.relative) * abs(right))
@@ -136,7 +154,8 @@ class Numeric(Versioned):
         """Return what math-verify reads in an expression; None when it reads nothing, or the text is out of bounds."""
         if not self.latex or not isinstance(text, str) or not text.strip() or len(text) > LONGEST_EXPRESSION:
             return None
-        if _TOWER.search(text):  # powers of powers, factorials, large exponents: evaluating them would not end
+        # of words, the parser makes products of their letters, so that "dog" would equal "god"
+        if _UNBOUNDED.search(text) or _WORDS.search(text) or not _NUMBER_AT_ALL.search(text) or _depth(text) > _DEEPEST:
             return None
         math_verify = _math_verify()
         wrapped = text if "$" in text or "\\boxed" in text else f"${text}$"
@@ -160,6 +179,27 @@ class Numeric(Versioned):
         if not all(abs(value) < 1e300 for value in values):
             return False
         return (self.tolerance > 0 or self.relative > 0) and self._near(*(Fraction(repr(value)) for value in values))
+
+
+def _depth(text: str) -> int:
+    depth = deepest = 0
+    for mark in text:
+        depth += (mark in "({[") - (mark in ")}]")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def last_expression(text: str) -> str | None:
+    """Return the last number of a text with what belongs to it: a fraction, a power, a percent sign."""
+    found = None
+    for match in NUMBER.finditer(text):
+        found = match
+    if found is None:
+        return None
+    before = _LEADS_ON.search(text[max(0, found.start() - 60) : found.start()])
+    percent = re.match(r"\s{0,2}\\?%", text[found.end() : found.end() + 4])
+    number = last_number(text) if before is None else before.group() + found.group()
+    return f"{number}%" if percent else number
 
 
 def _math_verify() -> Any:

@@ -28,32 +28,36 @@ LONGEST_CODE = 100_000
 LARGEST_OUTPUT = 1 << 16
 """Bytes of output that are read of a process; what it prints beyond is not kept."""
 
-_FENCE = re.compile(r"```[ \t]*([\w+-]*)[ \t]*\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
+_FENCE = re.compile(r"```[ \t]*+([\w+-]*+)[ \t]*+\n(.*?)(?:\n[ \t]*+```|\Z)", re.DOTALL)
 _HARNESS = """
-import os, sys
-out = os.fdopen({descriptor}, "w", buffering=1)
-with open({code!r}, encoding="utf-8") as file:
-    source = file.read()
-names = {{"__name__": "__solution__"}}
-with open({tests!r}, encoding="utf-8") as file:
-    tests = __import__("json").load(file)
-token = sys.stdin.readline().strip()
-sys.stdin = open(os.devnull)
-try:
-    exec(compile(source, "solution.py", "exec"), names)
-except BaseException as error:
-    out.write(token + " solution " + type(error).__name__ + "\\n")
-    os._exit(0)
-for place, test in enumerate(tests):
+def main():
+    import json, os, sys
+    out = os.fdopen({descriptor}, "w", buffering=1)
+    with open({code!r}, encoding="utf-8") as file:
+        source = file.read()
+    names = {{"__name__": "__solution__"}}
+    with open({tests!r}, encoding="utf-8") as file:
+        tests = json.load(file)
+    os.remove({tests!r})
+    token = sys.stdin.readline().strip()
+    sys.stdin = open(os.devnull)
+    os.dup2(sys.stdin.fileno(), 0)
     try:
-        exec(compile(test, "test.py", "exec"), dict(names))
-        passed = True
-    except BaseException:
-        passed = False
-    if passed:
-        out.write(token + " passed " + str(place) + "\\n")
-out.write(token + " end\\n")
-os._exit(0)
+        exec(compile(source, "solution.py", "exec"), names)
+    except BaseException as error:
+        out.write(token + " solution " + type(error).__name__ + "\\n")
+        os._exit(0)
+    for place, test in enumerate(tests):
+        try:
+            exec(compile(test, "test.py", "exec"), dict(names))
+            passed = True
+        except BaseException:
+            passed = False
+        if passed:
+            out.write(token + " passed " + str(place) + "\\n")
+    out.write(token + " end\\n")
+    os._exit(0)
+main()
 """
 """What runs the tests: the answers go through a pipe of their own, marked with a token that no text could guess."""
 
@@ -215,11 +219,14 @@ def _run(
     keep: tuple[int, ...] = (),
 ) -> tuple[int | None, bytes]:
     """Run the interpreter with limits; return its exit status, None at the time limit, and what it printed."""
+    source = tempfile.TemporaryFile()  # noqa: SIM115 - a pipe would hold the writer when nothing reads it
+    source.write(given)
+    source.seek(0)
     process = subprocess.Popen(
         [*_without_network(), sys.executable, "-I", "-S", "-B", *arguments],
         cwd=folder,
         env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "TMPDIR": str(folder), "LANG": "C.UTF-8"},
-        stdin=subprocess.PIPE,
+        stdin=source,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
@@ -231,18 +238,13 @@ def _run(
     reader.start()
     try:
         try:
-            assert process.stdin is not None
-            process.stdin.write(given)
-            process.stdin.close()
-        except (BrokenPipeError, ConnectionResetError):
-            pass
-        try:
             status: int | None = process.wait(seconds)
         except subprocess.TimeoutExpired:
             status = None
     finally:
         _kill_group(process)
         reader.join(5.0)
+        source.close()
         if process.stdout is not None:
             process.stdout.close()
     return status, b"".join(kept)
