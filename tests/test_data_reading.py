@@ -9,6 +9,8 @@ import json
 import lzma
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -463,3 +465,40 @@ def test_parquet_names_and_map_keys_that_stand_twice_are_refused(tmp_path: Path)
     pq.write_table(pa.table({"a": keys}), tmp_path / "b.parquet")
     error = refused(tmp_path / "b.parquet")
     assert (error.row, error.column) == (1, "a")
+
+
+def test_damaged_arrow_data_is_told_and_never_ends_the_process(tmp_path: Path) -> None:
+    table = pa.table({"text": [f"row {i}" for i in range(50)], "n": list(range(50)), "l": [["a", "b"]] * 50})
+    with pa.OSFile(str(tmp_path / "whole.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+
+    # in a process of its own: what is tested for is that damaged offsets do not take the interpreter with them
+    code = """
+import random, sys
+from pathlib import Path
+from posttrain_gym.inner_trainers.data.errors import DataError
+from posttrain_gym.inner_trainers.data.reading import open_data
+
+folder, generator = Path(sys.argv[1]), random.Random(0)
+whole, told, read = (folder / "whole.arrow").read_bytes(), 0, 0
+for number in range(400):
+    data = bytearray(whole)
+    for _ in range(3):
+        data[generator.randrange(8, len(data))] = generator.randrange(256)
+    path = folder / f"{number}.arrow"
+    path.write_bytes(bytes(data))
+    try:
+        read += len(list(open_data(path).rows())) > 0
+    except DataError:
+        told += 1
+    path.unlink()
+print(told, read)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    told, read = map(int, done.stdout.split())
+    assert told + read == 400
+    assert min(told, read) > 5
+    assert [row.value["text"] for row in open_data(tmp_path / "whole.arrow").rows()][:2] == ["row 0", "row 1"]

@@ -31,7 +31,7 @@ def parquet_rows(path: Path) -> Iterator[RawRow]:
         with parquet.ParquetFile(path) as file:
             _check_columns(path, file.schema_arrow)
             yield from _rows(path, file.iter_batches(batch_size=BATCH))
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(path, f"it is no whole Parquet file ({first_line(error, 200)}); copy it again.") from error
     require_unchanged(path, before)
 
@@ -56,7 +56,7 @@ def arrow_rows(path: Path) -> Iterator[RawRow]:
                 batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
             _check_columns(path, reader.schema)
             yield from _rows(path, (part for batch in batches for part in _slices(batch)))
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(path, f"it is no whole Arrow file ({first_line(error, 200)}); copy it again.") from error
     require_unchanged(path, before)
 
@@ -91,6 +91,16 @@ def _rows(path: Path, batches: Iterator[Any]) -> Iterator[RawRow]:
 
 def _python_rows(batch: Any, path: Path, before: int) -> list[dict[str, Any]]:
     """Return the rows of a batch; a value that Python has no form for is named by row and column."""
+    import pyarrow
+    from pyarrow import types
+
+    for column in batch.columns:  # damaged offsets would make the process read foreign memory
+        try:
+            column.validate(full=True)
+        except pyarrow.ArrowInvalid as error:
+            flat = types.is_string(column.type) or types.is_large_string(column.type)
+            if not (flat and "UTF8" in str(error)):  # that has its offsets checked, and is located below
+                raise
     try:
         found: list[dict[str, Any]] = batch.to_pylist()
         return found
