@@ -169,3 +169,16 @@ def test_counting() -> None:
 )
 def test_languages(text: str, code: str | None) -> None:
     assert guess_language(text) == code
+
+
+@pytest.mark.parametrize(
+    ("instruction", "text", "followed"),
+    [
+        ({"kind": "length_constraints:number_sentences", "num_sentences": 2}, "mr. " * 25_000, 0.0),
+        ({"kind": "length_constraints:number_paragraphs", "num_paragraphs": 1}, "a" + "\n" * 99_999, 1.0),
+    ],
+)
+def test_text_that_repeats_is_counted_at_once(instruction: dict[str, Any], text: str, followed: float) -> None:
+    began = time.monotonic()
+    assert Instructions().score({"instructions": [instruction]}, text) == followed
+    assert time.monotonic() - began < 5

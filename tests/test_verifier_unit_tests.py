@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from posttrain_gym.inner_trainers.benchmarks.verifiers import unit_tests
 from posttrain_gym.inner_trainers.benchmarks.verifiers.unit_tests import UnitTests
 
 ROW = {"tests": ["assert add(1, 2) == 3", "assert add(0, 0) == 1", "assert add('a', 'b') == 'ab'"]}
@@ -174,3 +176,28 @@ def test_no_folder_is_left_behind() -> None:
     score(RIGHT)
     after = {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("posttrain-tests-")}
     assert after <= before
+
+
+@pytest.mark.parametrize("then", ["time.sleep(8)", "[os.write(1, b'x' * 60000) for _ in iter(int, 1)]"])
+def test_a_process_that_left_the_group_holds_nobody(then: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without namespaces it outlives its parent, here for as long as it sleeps, or its pipe stands."""
+    monkeypatch.setattr(unit_tests, "_without_network", lambda: ())
+    code = f"import os, time\nif os.fork() == 0:\n    os.setsid()\n    {then}\n"
+    began = time.monotonic()
+    score(code, {"cases": [{"input": "", "output": ""}]}, seconds=0.5, processes=8)
+    assert time.monotonic() - began < 6
+
+
+def test_rows_beyond_the_limits_are_refused() -> None:
+    assert score("x = 1", {"tests": ["assert x == 1"] * 999 + ["assert x == 2"]}) == 0.999
+    with pytest.raises(ValueError, match="'tests' has 1001 tests, and at most 1000 are run"):
+        UnitTests().check_row({"tests": ["pass"] * 1001})
+    with pytest.raises(ValueError, match="case 1: output has 65537 bytes, and 65536 are read"):
+        UnitTests().check_row({"cases": [{"input": "", "output": "x" * 65_537}]})
+    assert score("print('x' * 65_535)", {"cases": [{"input": "\ud800", "output": "x" * 65_535}]}) == 1.0
+
+
+def test_reading_code_warns_of_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert UnitTests().well_formed({}, "x = 1 is 1")

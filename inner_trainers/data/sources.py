@@ -129,7 +129,8 @@ def split_rows(rows: Sequence[Row], held_out: float, seed: int) -> tuple[list[Ro
     Raises:
         ValueError: fewer than two different rows, or a share outside its range.
     """
-    require_number("held_out", held_out, low=0, high=1, low_open=True)
+    if require_number("held_out", held_out, low=0, high=1, low_open=True) == 1:
+        raise ValueError("held_out: expected a share below 1, which leaves something to train on.")
     require_integer("seed", seed, low=0, high=2**63 - 1)
     groups: dict[bytes, list[int]] = {}
     for place, row in enumerate(rows):

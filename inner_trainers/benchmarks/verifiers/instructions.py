@@ -63,14 +63,14 @@ def sentences_in(text: str) -> int:
     """
     count, begin = 0, 0
     for match in _SENTENCE_END.finditer(text):
-        if not words_in(text[begin : match.end()]):
+        if _WORD.search(text, begin, match.end()) is None:
             begin = match.end()
             continue
         before = text[max(0, match.start() - 8) : match.start() + 1]
         if match.group()[0] == "." and _ABBREVIATIONS.search(before):
             continue
         count, begin = count + 1, match.end()
-    return count + bool(words_in(text[begin:]))
+    return count + (_WORD.search(text, begin) is not None)
 
 
 def _related(count: int, arguments: Arguments, number: str, relation: str = "relation") -> bool:
@@ -113,7 +113,7 @@ def _number_words(text: str, arguments: Arguments, prompt: str) -> bool:
 
 def _paragraphs(text: str, arguments: Arguments, prompt: str) -> bool:
     """Paragraphs stand between lines of ``***``."""
-    parts = [part for part in re.split(r"\n?\s*\*\*\*\s*\n?", text) if part.strip()]
+    parts = [part for part in text.split("***") if part.strip()]
     return len(parts) == int(arguments["num_paragraphs"])
 
 

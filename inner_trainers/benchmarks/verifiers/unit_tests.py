@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
+import math
 import os
 import re
 import secrets
+import selectors
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,7 +30,10 @@ LONGEST_CODE = 100_000
 """Characters of code that are run; a longer answer fails."""
 
 LARGEST_OUTPUT = 1 << 16
-"""Bytes of output that are read of a process; what it prints beyond is not kept."""
+"""Bytes of output that are read of a process; what it prints beyond is not kept, and no case may want more."""
+
+MOST_TESTS = 1000
+"""Tests that a row may have: their answers wait in a pipe, which holds 64 KiB."""
 
 _FENCE = re.compile(r"```[ \t]*+([\w+-]*+)[ \t]*+\n(.*?)(?:\n[ \t]*+```|\Z)", re.DOTALL)
 _HARNESS = """
@@ -127,10 +134,19 @@ class UnitTests(Versioned):
             for number, case in enumerate(cases, start=1):
                 if not isinstance(case, Mapping) or not all(isinstance(case.get(k), str) for k in ("input", "output")):
                     raise ValueError(f"column 'cases', case {number}: input and output must be text, got {case!r}.")
+                size = len(case["output"].encode("utf-8", "surrogatepass"))
+                if size > LARGEST_OUTPUT:
+                    raise ValueError(
+                        f"column 'cases', case {number}: output has {size} bytes, and {LARGEST_OUTPUT} are read of a "
+                        "program; shorten it."
+                    )
             return
-        for number, test in enumerate(self._tests(row), start=1):
+        tests = self._tests(row)
+        if len(tests) > MOST_TESTS:
+            raise ValueError(f"column 'tests' has {len(tests)} tests, and at most {MOST_TESTS} are run; join some.")
+        for number, test in enumerate(tests, start=1):
             try:
-                compile(test, "test.py", "exec")
+                _parse(test, "test.py")
             except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
                 raise ValueError(f"test {number} is no Python: {error}.") from None
 
@@ -151,7 +167,7 @@ class UnitTests(Versioned):
         if not code.strip() or len(code) > LONGEST_CODE:
             return False
         try:
-            compile(code, "solution.py", "exec")
+            _parse(code, "solution.py")
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return False
         return True
@@ -195,7 +211,9 @@ class UnitTests(Versioned):
     def _case(self, code: str, given: str, wanted: str) -> bool:
         with _folder() as folder:
             (folder / "solution.py").write_text(code, "utf-8", "surrogatepass")
-            ended, out = _run(["solution.py"], folder, given.encode(), self.seconds, self._limits)
+            ended, out = _run(
+                ["solution.py"], folder, given.encode("utf-8", "surrogatepass"), self.seconds, self._limits
+            )
         lines = [line.rstrip() for line in out.decode("utf-8", "replace").rstrip().splitlines()]
         return ended == 0 and lines == [line.rstrip() for line in wanted.rstrip().splitlines()]
 
@@ -229,12 +247,14 @@ def _run(
         stdin=source,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
+        bufsize=0,
         start_new_session=True,
         preexec_fn=_limiter(limits),  # sets limits and nothing else, which is safe beside threads
         pass_fds=keep,
     )
     kept: list[bytes] = []
-    reader = threading.Thread(target=_drain, args=(process.stdout, kept), daemon=True)
+    ended = threading.Event()
+    reader = threading.Thread(target=_drain, args=(process.stdout, kept, ended), daemon=True)
     reader.start()
     try:
         try:
@@ -243,11 +263,17 @@ def _run(
             status = None
     finally:
         _kill_group(process)
-        reader.join(5.0)
+        ended.set()
+        reader.join()
         source.close()
         if process.stdout is not None:
             process.stdout.close()
     return status, b"".join(kept)
+
+
+def _parse(code: str, name: str) -> None:
+    """Parse code, without the warnings that compiling it would print."""
+    compile(code, name, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
 
 
 def _limiter(limits: tuple[int, ...]) -> Callable[[], None]:
@@ -316,16 +342,28 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _drain(stream: Any, kept: list[bytes]) -> None:
-    """Read a stream to its end, keeping its first bytes: a full pipe would hold the process."""
-    size = 0
-    try:
-        while chunk := stream.read1(1 << 16):
+def _drain(stream: Any, kept: list[bytes], ended: threading.Event) -> None:
+    """Read a stream, keeping its first bytes: a full pipe would hold the process.
+
+    A process that left the group may hold the stream open, or write without end, after ``ended``: what is there then is
+    read for a second at most, and no more is waited for.
+    """
+    size, last = 0, math.inf
+    with selectors.DefaultSelector() as selector:
+        selector.register(stream, selectors.EVENT_READ)
+        while time.monotonic() < last:
+            over = ended.is_set()
+            last = min(last, time.monotonic() + 1.0) if over else last
+            if not selector.select(0.0 if over else 0.05):
+                if over:
+                    return
+                continue
+            chunk = os.read(stream.fileno(), 1 << 16)
+            if not chunk:
+                return
             if size < LARGEST_OUTPUT:
                 kept.append(chunk[: LARGEST_OUTPUT - size])
                 size += len(kept[-1])
-    except (OSError, ValueError):
-        return
 
 
 def _read_all(descriptor: int) -> str:
