@@ -73,7 +73,7 @@ def source(rows: Sequence[Any] = ROWS, kind: str = "demonstrations", name: str =
             {"demonstratons": ROWS},
             None,
             "source 's': unknown kind 'demonstratons'. Did you mean 'demonstrations'? "
-            "Known: demonstrations, preferences, prompts, text.",
+            "Known: demonstrations, preferences, prompts, records, text.",
         ),
         ({"text": []}, None, "source 's': no text rows; leave the kind out instead."),
         ({"prompts": [{"prompt": "a="}]}, None, "source 's': prompts rows need a verifier."),

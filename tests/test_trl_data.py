@@ -225,9 +225,9 @@ def test_a_second_episode_on_an_instance_tokenises_and_scores_nothing(
         counts["rows"] += 1
         return tokenise(*args)
 
-    def counted_scores(self: Evaluator, *args: Any) -> Any:
+    def counted_scores(self: Evaluator, *args: Any, **more: Any) -> Any:
         counts["scored"] += 1
-        return evaluate(self, *args)
+        return evaluate(self, *args, **more)
 
     monkeypatch.setattr(data_module, "tokenise_demonstrations", counted_rows)
     monkeypatch.setattr(Evaluator, "evaluate", counted_scores)
