@@ -111,6 +111,23 @@ def test_two_files_share_no_prompt(folder: Path) -> None:
     assert [item.prompt for item in benchmark.test] == ["1+1="]
 
 
+def test_dimensions_share_no_prompt_between_splits(folder: Path) -> None:
+    write(folder, "v.jsonl", [{"prompt": "Name a prime.", "answer": "7"}])
+    write(folder, "t.jsonl", [{"prompt": "1+1=", "answer": "2"}])
+    write(folder, "v2.jsonl", [{"prompt": "Name a city.", "answer": "Rome"}])
+    write(folder, "t2.jsonl", [{"prompt": "name a PRIME", "answer": "7"}])
+    text = """
+dimensions:
+  a: {validation: v.jsonl, test: t.jsonl, verifier: exact}
+  b: {validation: v2.jsonl, test: t2.jsonl, verifier: exact}
+"""
+    said = refused(folder, text)
+    assert "line 4" in said
+    assert "'name a PRIME' is in test here, and 'Name a prime.' in validation of 'a'" in said
+    write(folder, "t2.jsonl", [{"prompt": "2+2=", "answer": "4"}])
+    assert len(load(folder, text).test) == 2
+
+
 def test_repeats_come_once_and_contradictions_not_at_all(folder: Path) -> None:
     write(folder, "sums.jsonl", [*SUMS, SUMS[3]])
     assert load(folder).content_hash == load(folder).content_hash

@@ -94,6 +94,15 @@ def test_exact_match_behind_a_filter(math: Path, completion: str, strict: float,
         assert task.verifier.score(task.items[0].data, completion) == right
 
 
+def test_the_text_between_examples_ends_a_completion(math: Path) -> None:
+    text = MATH.replace('generation_kwargs: {until: ["Question:"], do_sample: false}', 'fewshot_delimiter: "\\n---\\n"')
+    (math / "math.yaml").write_text(text)
+    task = read_lm_eval(math / "math.yaml", "sums")
+    assert "#### 5\n---\nQuestion: 1+5?" in task.items[0].prompt
+    assert task.verifier.score(task.items[0].data, "so\n\n#### 1") == 1.0
+    assert task.verifier.score(task.items[0].data, "so\n---\n#### 1") == 0.0
+
+
 def test_choices_are_generated_and_compared(tmp_path: Path) -> None:
     write(
         tmp_path / "test.jsonl", [{"question": "Best?", "texts": ["A cat", "a dog"], "labels": ["A", "B"], "key": "B"}]
@@ -139,6 +148,8 @@ def test_it_is_a_dimension_of_a_benchmark(math: Path) -> None:
         ("generate_until", "loglikelihood", "scores by log-likelihood, and completions are generated here"),
         ("task: own_math", "task: own_math\nprocess_docs: utils", "no code of files is run here"),
         ("task: own_math", "task: own_math\nproces: x", "unknown key 'proces'"),
+        ("task: own_math", "task: own_math\ngen_prefix: It is", "a text that the answer begins with is not read here"),
+        ("num_fewshot: 2", "num_fewshot: 2\nfewshot_config: {doc_to_text: x}", "'doc_to_text' is not read here"),
         ("exact_match", "bleu", "metrics that can be computed here: exact_match"),
         ("{{question}}", "{{qestion}}", "example 1: the template raised UndefinedError: 'qestion' is undefined"),
         ("{{question}}", "{{question.__class__.__mro__}}", "example 1: the template raised SecurityError"),

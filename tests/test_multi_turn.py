@@ -13,6 +13,7 @@ import posttrain_gym.inner_trainers.sampling as sampling
 from posttrain_gym.inner_trainers.benchmarks.verifiers import make_verifier
 from posttrain_gym.inner_trainers.chat import ChatFormat
 from posttrain_gym.inner_trainers.evaluation import Evaluator
+from posttrain_gym.inner_trainers.recipe import Recipe
 from posttrain_gym.inner_trainers.tasks.base import Benchmark, Chat, Item
 from posttrain_gym.inner_trainers.trl.trainer import TrlTrainer
 
@@ -168,6 +169,17 @@ def test_follow_ups_need_a_chat_and_count_in_the_hash(folder: Path) -> None:
         _ = talk(folder, None).built
     hashes = {talk(folder, Chat(), said).built.content_hash for said in ((), ("Sure?",), ("Really?",))}
     assert len(hashes) == 3
+
+
+def test_conversations_longer_than_the_positions_are_refused(folder: Path) -> None:
+    # a turn of n letters is <eos>, <user>, n letters, <assistant>; after each of the user's turns come 8 new tokens
+    task = talk(folder, Chat(), ("s" * 300,))
+    trainer = TrlTrainer(evaluator=Evaluator(seeds=(0,), samples_per_seed=1, k=1))
+    with pytest.raises(ValueError, match=r"with its 1 follow_ups the conversation can grow to \d+ tokens, .* 256 pos"):
+        trainer.evaluate(task, trainer.base(task), "validation")
+    assert trainer.evaluate(task, trainer.base(task), "test")[0].items == len(task.made.test)
+    with pytest.raises(ValueError, match="lower the benchmark's max_new_tokens"):
+        trainer.begin(task, Recipe("sft", {"talk": 1.0}, steps=1), trainer.base(task), 0)
 
 
 def test_consistency_is_a_verifier_of_such_items(folder: Path) -> None:

@@ -127,6 +127,7 @@ def read_benchmark(section: YamlSection | YamlFile, folder: Path) -> Benchmark:
                 )
     scorer = DimensionScorer({name: dimension.verifier for name, dimension in dimensions.items()})
     items = {split: [item for each in dimensions.values() for item in each.items[split]] for split in SPLITS}
+    _refuse_shared(named, items)
     several = any(item.follow_ups for item in (*items["validation"], *items["test"]))
     try:
         benchmark = Benchmark(
@@ -163,6 +164,19 @@ def _weights(named: YamlSection) -> dict[str, float]:
     if abs(total - 1) > 1e-6:
         raise named.error(None, f"the weights of the dimensions must sum to 1, they sum to {total:g}.")
     return weights
+
+
+def _refuse_shared(named: YamlSection, items: Mapping[str, Sequence[Item]]) -> None:
+    """Refuse a prompt that one dimension has in validation and another in test, in whatever form."""
+    forms = {normalise(item.prompt) or item.prompt: item for item in items["validation"]}
+    for item in items["test"]:
+        other = forms.get(normalise(item.prompt) or item.prompt)
+        if other is not None:
+            raise named.error(
+                item.dimension,
+                f"a prompt stands in both splits, case and white space aside: {shown(item.prompt)} is in test here, "
+                f"and {shown(other.prompt)} in validation of {other.dimension!r}; take one out.",
+            )
 
 
 def _check_pin(section: YamlSection, benchmark: Benchmark) -> None:

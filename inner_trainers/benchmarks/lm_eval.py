@@ -55,12 +55,12 @@ _IGNORED = (
     "doc_to_decontamination_query",
     "metadata",
     "repeats",
-    "gen_prefix",
-    "include",
 )
 _READ = (
     "dataset_path",
     "dataset_kwargs",
+    "gen_prefix",
+    "include",
     "output_type",
     "doc_to_text",
     "doc_to_target",
@@ -202,6 +202,13 @@ def read_lm_eval(path: str | Path, dimension: str, *, filter_name: str = "") -> 
     documents = _documents(section, ("test_split", "validation_split", "training_split"), folder)
     shots = section.integer("num_fewshot", 0, low=0, high=100)
     head = section.text("description", "") if section.data.get("description") else ""
+    if section.data.get("gen_prefix"):
+        raise section.error(
+            "gen_prefix",
+            "a text that the answer begins with is not read here; write it at the end of doc_to_text, and before the "
+            "answers of examples.",
+            key=True,
+        )
     if shots:
         head += _shots(section, shots, choice, documents, folder)
     items = []
@@ -283,6 +290,13 @@ def _of_split(folder: Path, split: str) -> list[Path]:
 def _shots(section: YamlSection, count: int, choice: bool, documents: list[dict[str, Any]], folder: Path) -> str:
     """Return the worked examples before each prompt."""
     config = section.data.get("fewshot_config") or {}
+    for name in config:
+        if name not in ("sampler", "samples"):
+            raise section.error(
+                "fewshot_config",
+                f"{name!r} is not read here, and examples would be others than in the harness; write the examples as "
+                "they come out of it in samples, or leave it out.",
+            )
     given = config.get("samples")
     if isinstance(given, list):
         examples = given
@@ -385,7 +399,7 @@ def _verifier(section: YamlSection, choice: bool, filter_name: str) -> LmEvalVer
             "metric_list", f"metrics that can be computed here: {', '.join(known)}; the task has {names}."
         )
     generation = section.data.get("generation_kwargs") or {}
-    until = generation.get("until", ["\n\n"] if not choice else [])
+    until = generation.get("until", [section.data.get("fewshot_delimiter", "\n\n")] if not choice else [])
     settings = {
         name: chosen[name]
         for name in ("ignore_case", "ignore_punctuation", "ignore_numbers")
