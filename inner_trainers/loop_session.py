@@ -13,10 +13,10 @@ from .base import Checkpoint, Cost, Failure, Limit, RoundReport, checkpoint_id, 
 from .fault_kinds import failure
 from .faults import FaultWatch, failure_from_exception
 from .loop import LoopSettings
+from .mixes import mix_refusal, shifted_mix
 from .monitor import Monitor
 from .rates import LearningRates
 from .recipe import Recipe
-from .scripted_session import shifted_mix
 from .signals import Signals
 from .trl.random_state import random_state, restore_random_state
 
@@ -171,7 +171,8 @@ class LoopSession:
         if kind not in self._trainer.adjustments:
             return f"{self._recipe.algorithm} has nothing that {kind} could change"
         if kind in ("mix_toward", "mix_away"):
-            return self._mix_refusal(adjustment)
+            usable = self._trainer.usable_sources(self._task, self._recipe.algorithm)
+            return mix_refusal(self._now.mix, adjustment, usable, self._recipe.algorithm)
         if kind == "lr_restart":
             return None if self._rates.restart_changes_next(self.step) else "the schedule stands at its beginning"
         try:
@@ -181,15 +182,6 @@ class LoopSession:
         if kind == "batch_scale" and changed == self._now and adjustment.number != 1.0:
             return "no other size is legal"
         return None
-
-    def _mix_refusal(self, adjustment: Adjustment) -> str | None:
-        name = str(adjustment.source)
-        if name not in self._trainer.usable_sources(self._task, self._recipe.algorithm):
-            return f"source {name!r} has no rows that {self._recipe.algorithm} trains on"
-        weight = self._now.mix.get(name, 0.0)
-        if adjustment.kind == "mix_toward":
-            return f"{name!r} is the whole mix already" if weight >= 1.0 else None
-        return f"{name!r} has no weight, or all of it" if weight in (0.0, 1.0) else None
 
     def apply(self, adjustment: Adjustment) -> None:
         """Change the round from the next step on.

@@ -14,6 +14,7 @@ from .adjustments import Adjustment, require_adjustment
 from .base import Checkpoint, Cost, Failure, Limit, RoundReport, checkpoint_id, round_id
 from .fault_kinds import failure
 from .faults import FaultWatch, failure_from_exception
+from .mixes import mix_refusal, shifted_mix
 from .monitor import Monitor
 from .recipe import Recipe
 from .signals import Signals
@@ -168,7 +169,8 @@ class ScriptedSession:
             if self._frozen == (kind == "lora_freeze"):
                 return f"the adapters are {'frozen' if self._frozen else 'not frozen'} already"
         if kind in ("mix_toward", "mix_away"):
-            return self._mix_refusal(adjustment)
+            usable = self._trainer.usable_sources(self._task, self._recipe.algorithm)
+            return mix_refusal(self._now.mix, adjustment, usable, algorithm)
         try:
             changed = self._changed(adjustment)
         except ValueError as error:
@@ -176,15 +178,6 @@ class ScriptedSession:
         if kind in ("batch_scale", "generations_step") and changed == self._now:
             return "no other size is legal"
         return None
-
-    def _mix_refusal(self, adjustment: Adjustment) -> str | None:
-        name = str(adjustment.source)
-        if name not in self._trainer.usable_sources(self._task, self._recipe.algorithm):
-            return f"source {name!r} has no rows that {self._recipe.algorithm} trains on"
-        weight = self._now.mix.get(name, 0.0)
-        if adjustment.kind == "mix_toward":
-            return f"{name!r} is the whole mix already" if weight >= 1.0 else None
-        return f"{name!r} has no weight, or all of it" if weight in (0.0, 1.0) else None
 
     def apply(self, adjustment: Adjustment) -> None:
         """Change the round from the next step on.
@@ -325,13 +318,3 @@ class ScriptedSession:
             and adjustment.kind not in ("lr_scale", "stop")
             and (step < self.step or adjustment.kind == "rollback")
         ]
-
-
-def shifted_mix(mix: Mapping[str, float], adjustment: Adjustment) -> dict[str, float]:
-    """Return the mix after ``mix_toward`` or ``mix_away``; weights sum to 1."""
-    name, share = str(adjustment.source), adjustment.number
-    others = {other: weight for other, weight in mix.items() if other != name}
-    own = mix.get(name, 0.0)
-    new = own + share * (1.0 - own) if adjustment.kind == "mix_toward" else own * (1.0 - share)
-    scale = (1.0 - new) / max(1e-12, math.fsum(others.values()))
-    return {name: new, **{other: weight * scale for other, weight in others.items()}}
