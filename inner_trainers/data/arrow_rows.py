@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import decimal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,22 +44,31 @@ def arrow_rows(path: Path) -> Iterator[RawRow]:
         DataError: as `parquet_rows`.
     """
     import pyarrow
-    from pyarrow import ipc
 
     before = state_of(path)
     try:
-        with pyarrow.memory_map(str(path)) as source:
-            try:
-                reader: Any = ipc.open_stream(source)
-                batches: Any = reader
-            except pyarrow.ArrowInvalid:
-                reader = ipc.open_file(source)
-                batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
-            _check_columns(path, reader.schema)
+        with record_batches(path) as (schema, batches):
+            _check_columns(path, schema)
             yield from _rows(path, (part for batch in batches for part in _slices(batch)))
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(path, f"it is no whole Arrow file ({first_line(error, 200)}); copy it again.") from error
     require_unchanged(path, before)
+
+
+@contextlib.contextmanager
+def record_batches(path: Path) -> Iterator[tuple[Any, Iterable[Any]]]:
+    """Open an Arrow file of either format; gives its schema and its batches, to be used within the block."""
+    import pyarrow
+    from pyarrow import ipc
+
+    with pyarrow.memory_map(str(path)) as source:
+        try:
+            stream = ipc.open_stream(source)
+        except pyarrow.ArrowInvalid:
+            file = ipc.open_file(source)
+            yield file.schema, (file.get_batch(place) for place in range(file.num_record_batches))
+            return
+        yield stream.schema, stream
 
 
 def _slices(batch: Any) -> Iterator[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import csv
-import io
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,11 +101,3 @@ def _again(first: str, lines: _Lines) -> Iterator[str]:
     if first:
         yield first
     yield from lines
-
-
-def csv_text(header: list[str], rows: list[list[str]], separator: str = ",") -> str:
-    """Return a header and rows as CSV."""
-    out = io.StringIO()
-    writer = csv.writer(out, delimiter=separator, lineterminator="\n")
-    writer.writerows([header, *rows])
-    return out.getvalue()

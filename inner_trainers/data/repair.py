@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from .arrow_rows import record_batches
 from .bytes_in import TRUNCATED, opened
 from .errors import DataError
 from .inspection import FileInspection
@@ -259,18 +260,10 @@ def _parquet(source: Path, out: IO[bytes], target: Path, dropped: dict[int, str]
 
 
 def _arrow(source: Path, out: IO[bytes], target: Path, dropped: dict[int, str], changed: Changed) -> int:
-    import pyarrow
     from pyarrow import ipc
 
-    with pyarrow.memory_map(str(source)) as mapped:
-        try:
-            reader: Any = ipc.open_stream(mapped)
-            batches: Any = reader
-        except pyarrow.ArrowInvalid:
-            reader = ipc.open_file(mapped)
-            batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
-        with ipc.new_stream(out, reader.schema) as writer:
-            return _columnar(batches, writer.write_batch, dropped, changed)
+    with record_batches(source) as (schema, batches), ipc.new_stream(out, schema) as writer:
+        return _columnar(batches, writer.write_batch, dropped, changed)
 
 
 def _columnar(batches: Any, write: Callable[[Any], None], dropped: dict[int, str], changed: Changed) -> int:
