@@ -74,7 +74,7 @@ def separate(name: str, sources: Sequence[Source], benchmark: Benchmark) -> Sepa
     """
     items = [(split, item) for split in ("validation", "test") for item in benchmark.items(split)]
     held_out = {item.prompt for _, item in items}
-    overlap = BenchmarkOverlap([_whole_prompt(item) for _, item in items])
+    overlap = BenchmarkOverlap([item.prompt for _, item in items])
     places: list[tuple[Source, str, int]] = []  # of each row
     dropped: set[int] = set()
     block: list[tuple[int, Sequence[str], str]] = []
@@ -116,10 +116,6 @@ def asked(row: Row) -> list[str]:
         return [prompt]
     turns = row.get("messages") if prompt is None else prompt
     return user_texts(turns) if isinstance(turns, list | tuple) else []
-
-
-def _whole_prompt(item: Item) -> str:
-    return item.prompt
 
 
 def _rows(sources: Sequence[Source]) -> Iterator[tuple[Source, str, int, Row]]:
