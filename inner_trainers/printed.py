@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
 LONGEST_LINE = 160
@@ -52,7 +52,7 @@ class _Switch:
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
-        self.kept: dict[int, Printed] = {}
+        self.kept: dict[int, Printed | TextIO] = {}
 
     def write(self, text: str) -> int:
         kept = self.kept.get(threading.get_ident())
@@ -75,24 +75,42 @@ def prints_kept() -> Iterator[Printed]:
 
     What code writes past Python's streams (in C, or by a process of its own) is not kept.
     """
-    printed, me = Printed(), threading.get_ident()
-    with _LOCK:
-        switches = [_installed(name) for name in ("stdout", "stderr")]
-        outer = [switch.kept.get(me) for switch in switches]
-        for switch in switches:
-            switch.kept[me] = printed
+    printed = Printed()
     try:
-        yield printed
+        with _sent({"stdout": printed, "stderr": printed}):
+            yield printed
+    finally:
+        printed.close()
+
+
+@contextlib.contextmanager
+def prints_aside() -> Iterator[None]:
+    """Show on standard error what this thread prints in the block, so that standard output holds results alone."""
+    with _sent({"stdout": sys.stderr}):
+        yield
+
+
+@contextlib.contextmanager
+def _sent(places: Mapping[str, Printed | TextIO]) -> Iterator[None]:
+    """Send what this thread writes to the standard streams that are named to other places."""
+    me = threading.get_ident()
+    with _LOCK:
+        switches = {name: _installed(name) for name in places}
+        outer = {name: switch.kept.get(me) for name, switch in switches.items()}
+        for name, switch in switches.items():
+            switch.kept[me] = places[name]
+    try:
+        yield
     finally:
         with _LOCK:
-            for name, switch, before in zip(("stdout", "stderr"), switches, outer, strict=True):
+            for name, switch in switches.items():
+                before = outer[name]
                 if before is None:
                     del switch.kept[me]
                 else:
                     switch.kept[me] = before
                 if not switch.kept and getattr(sys, name) is switch:
                     setattr(sys, name, switch.stream)
-        printed.close()
 
 
 def _installed(name: str) -> _Switch:

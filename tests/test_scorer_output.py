@@ -14,7 +14,7 @@ import pytest
 
 from posttrain_gym.inner_trainers.evaluation import Evaluator, shortened
 from posttrain_gym.inner_trainers.fault_policy import FaultPolicy
-from posttrain_gym.inner_trainers.printed import LONGEST_LINE, prints_kept
+from posttrain_gym.inner_trainers.printed import LONGEST_LINE, prints_aside, prints_kept
 from posttrain_gym.inner_trainers.recipe import Recipe
 from posttrain_gym.inner_trainers.tasks.base import Benchmark, Item
 from posttrain_gym.inner_trainers.testing import TinyTask, write_tiny_checkpoint
@@ -98,6 +98,18 @@ def test_a_block_that_raises_puts_the_streams_back() -> None:
     assert sys.stdout is before
 
 
+def test_what_is_printed_aside_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    before = sys.stdout, sys.stderr
+    with prints_aside():
+        print("aside")
+    assert (sys.stdout, sys.stderr) == before
+    assert capsys.readouterr() == ("", "aside\n")
+    with prints_kept() as printed, prints_aside():
+        print("kept")
+    assert (printed.first, printed.lines) == ("kept", 1)
+    assert capsys.readouterr() == ("", "")
+
+
 # In evaluations and rewards
 
 
@@ -108,6 +120,17 @@ class Loud(TinyTask):
 
     def benchmark(self) -> Benchmark:
         return replace(super().benchmark(), score=self.scorer)
+
+
+class LoudWhenBuilt(TinyTask):
+    def benchmark(self) -> Benchmark:
+        print("reading the benchmark")
+        return super().benchmark()
+
+
+def test_what_building_a_task_prints_is_no_result(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert LoudWhenBuilt(folder).built.content_hash == TinyTask(folder).built.content_hash
+    assert capsys.readouterr() == ("", "reading the benchmark\n")
 
 
 def test_a_scorer_that_prints_is_told_once(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..messages import did_you_mean, require_integer, require_number, where_raised
+from ..printed import prints_aside
 from .contamination import ContaminatedItem, separate
 from .rows import ROW_COLUMNS, canonical, check_columns, has_turns
 from .rows import Row as Row
@@ -258,10 +259,13 @@ class InnerTask(ABC):
     def built(self) -> BuiltTask:
         """The task's sources and benchmark, built once and checked, with its content hash.
 
+        What building prints goes to standard error.
+
         Raises:
             ValueError: a source named twice, or no sources.
         """
-        return BuiltTask.build(self)
+        with prints_aside():
+            return BuiltTask.build(self)
 
 
 def _asked(task: InnerTask, part: str, expected: Any) -> Any:
